@@ -1,0 +1,1 @@
+"""The drop-in AdamW that shards optimizer state and gradients over data-parallel ranks."""
