@@ -1,0 +1,102 @@
+"""Norms, the non-finite flag and the one small all-reduce of a step. Changes no parameter."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .layout import BLOCK, Layout
+from .shard_tensor import ShardTensor, combine_powers, finish_norms
+from .storage import Arena
+from .transport import Op, Transport
+from .triton_kernels.norm import block_powers
+
+__all__ = ["GradientNorms", "clip_coefficient", "total_norm"]
+
+
+class GradientNorms:
+    """The norms of all gradients of one optimizer, computed together and kept until one changes.
+
+    torch's clipping asks for one norm after the other when gradients are a tensor subclass; one
+    pass over the flat shards and one all-reduce answer all of them.
+    """
+
+    def __init__(self, layout: Layout, arenas: Sequence[Arena], transport: Transport) -> None:
+        self.layout, self.arenas, self.transport = layout, arenas, transport
+        self._key: tuple[object, ...] | None = None
+        self._norms = torch.empty(0)
+        self._slot_order: list[int] = [s.index for a in layout.arenas for s in a.slots]
+        self._lengths = [self._blocks_per_slot(arena) for arena in arenas]
+
+    def _blocks_per_slot(self, arena: Arena) -> list[int]:
+        ranges = [self.layout.local_range(slot.index, arena.rank) for slot in arena.plan.slots]
+        return [-(-(stop - start) // BLOCK) for start, stop in ranges]
+
+    def norms(self, p: float) -> Tensor:
+        """[slots] fp32 p-norms, the same on every rank; one all-reduce when they are not known."""
+        key = (p, *(_version(arena.gradients) for arena in self.arenas))
+        if key != self._key:
+            parts = [
+                self._parts(arena, lengths, p)
+                for arena, lengths in zip(self.arenas, self._lengths, strict=True)
+            ]
+            by_arena = finish_norms(torch.cat(parts), p, self.transport)
+            self._norms = torch.empty_like(by_arena)
+            self._norms[self._slot_order] = by_arena
+            self._key = key
+        return self._norms
+
+    def _parts(self, arena: Arena, lengths: list[int], p: float) -> Tensor:
+        """[slots of the arena] fp64: this rank's part of each slot's sum of powers."""
+        if arena.gradients is None:
+            empty = torch.empty(0, dtype=torch.float64, device=arena.device)
+            return combine_powers(empty, p).expand(len(lengths)).clone()
+        powers = block_powers(arena.gradients, p)[: sum(lengths)]
+        kind = {math.inf: "max", -math.inf: "min"}.get(p, "sum")
+        counts = torch.tensor(lengths, device=arena.device)
+        parts = torch.segment_reduce(powers, kind, lengths=counts, unsafe=True)
+        return parts.clamp(min=0) if kind == "max" else parts  # no block at all: -inf
+
+    def of_slot(self, slot: int) -> "SlotNorm":
+        """What a gradient's ShardTensor asks for its norm."""
+        return SlotNorm(self, slot)
+
+
+class SlotNorm:
+    """One slot's window on `GradientNorms`."""
+
+    def __init__(self, norms: GradientNorms, slot: int) -> None:
+        self.all, self.slot = norms, slot
+
+    def norm(self, tensor: ShardTensor, p: float) -> Tensor:
+        """[] fp32."""
+        return self.all.norms(p)[self.slot].clone()
+
+
+def _version(tensor: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor._version)
+
+
+def total_norm(norms: Tensor, p: float) -> Tensor:
+    """[] the norm of all gradients from the norms of each, as torch.nn.utils.get_total_norm."""
+    return torch.linalg.vector_norm(norms, p)
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """[] what to multiply gradients by: max_norm / (norm + 1e-6), at most 1 (as torch)."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def check_finite(arenas: Sequence[Arena]) -> Tensor:
+    """[1] fp32: 1 if any gradient shard on this rank holds an Inf or a NaN. One pass over them."""
+    shards = [arena.gradients for arena in arenas if arena.gradients is not None]
+    found = torch.zeros(1, device=shards[0].device)
+    torch._amp_foreach_non_finite_check_and_unscale_(shards, found, torch.ones_like(found))
+    return found
+
+
+def agree_on_flag(found: Tensor, transport: Transport, step: int) -> Tensor:
+    """[1] fp32: the flag of any rank."""
+    transport.all_reduce(found, "max", op=Op("flags", round=step)).wait()
+    return found

@@ -1,0 +1,489 @@
+"""Executes the schedule's table over gradients, updates and parameters. Reads no stage.
+
+One engine serves one optimizer; autograd's hooks keep it alive as long as the parameters live.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .clipping import agree_on_flag, check_finite, clip_coefficient, total_norm
+from .config import Options
+from .errors import ConfigError
+from .formats import Format, state_format, sum_dtype, wire_dtype
+from .gradients import Gradients
+from .layout import Layout, fingerprint, first_difference, plan_layout
+from .parameters import Owners, Parameters, describe_parameter
+from .schedule import Action, Event, compile_schedule
+from .shard_tensor import ShardTensor
+from .storage import Arena, BufferPool, slot_view, storage_nbytes
+from .transport import Op, Pending, Transport
+from .update import Updater, exact_master, reread_master, restore_master, seed_master
+
+__all__ = ["Engine", "engines_of"]
+
+logger = logging.getLogger(__name__)
+_engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+
+
+def engines_of(parameters: Iterable[nn.Parameter]) -> "list[Engine]":
+    """The live engines that own any of `parameters`."""
+    wanted = set(parameters)
+    return [engine for engine in _engines if not wanted.isdisjoint(engine.slot_of)]
+
+
+class Engine:
+    """Stages 1 and 2 on one rank.
+
+    Args:
+        options: the user's choices.
+        transport: the wire.
+        owners: which module holds each parameter, where the module is known.
+    """
+
+    def __init__(self, options: Options, transport: Transport, owners: Owners) -> None:
+        self.options, self.transport = options, transport
+        self.schedule = compile_schedule(options)
+        self.pool = BufferPool()
+        transport.buffers = self.pool
+        self.layout: Layout | None = None
+        self.arenas: list[Arena] = []
+        self.formats: list[Format] = []
+        self.updaters: list[Updater] = []
+        self.slot_of: dict[nn.Parameter, int] = {}
+        self.steps = torch.empty(0)
+        self.step_views: list[Tensor] = []
+        self.parameters = Parameters(transport, owners)
+        mean = options.reduction == "mean"
+        self.gradients = Gradients(
+            transport=transport,
+            pool=self.pool,
+            scale=1 / transport.num_ranks if mean else 1.0,
+            on_ready=lambda bucket: self._execute(Event.GRAD_READY, bucket),
+            on_end=lambda: self._execute(Event.BACKWARD_END),
+            on_closed=self.adopt_unfrozen,
+        )
+        self.param_groups: Sequence[dict[str, Any]] = ()
+        self.on_added: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None
+        self.step_count = 0
+        self.gathers: list[Pending] = []
+        self.skips = SkipCounter()
+
+    # --- construction
+
+    def add(self, named: Sequence[tuple[str, nn.Parameter]], description: dict[str, str]) -> None:
+        """Take over parameters: at construction, or later those of a new param group.
+
+        Args:
+            named: trainable parameters in forward order.
+            description: what else must be the same on every rank.
+
+        Raises:
+            ConfigError: the ranks differ, or a parameter cannot be trained.
+        """
+        if not named:
+            return
+        cast = self.options.precision.param_dtype
+        dtypes = [_stored_dtype(parameter, cast) for _, parameter in named]
+        specs = [
+            describe_parameter(name, parameter, dtype)
+            for (name, parameter), dtype in zip(named, dtypes, strict=True)
+        ]
+        for spec in specs:
+            state_format(spec.dtype, self.options.precision)
+        if self.layout is None:
+            layout = plan_layout(
+                specs,
+                world_size=self.transport.world_size,
+                bucket_nbytes=self.options.bucket_nbytes,
+            )
+        else:
+            layout = self.layout.extend(specs)
+        _check_devices(layout)
+        formats = [state_format(plan.dtype, self.options.precision) for plan in layout.arenas]
+        self._compare_ranks({**description, **layout.describe()})
+        parameters = [parameter for _, parameter in named]
+        self._attach(layout, formats, parameters)
+        _engines.add(self)
+
+    def _compare_ranks(self, description: dict[str, str]) -> None:
+        """Raise on every rank if descriptions differ."""
+        op = Op("comparison of ranks")
+        digests = self.transport.all_gather_object(fingerprint(description), op=op)
+        if len(set(digests)) == 1:
+            return
+        descriptions = self.transport.all_gather_object(description, op=op)
+        what, values = first_difference(descriptions)
+        by_value: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            by_value.setdefault(value, []).append(rank)
+        said = "; ".join(f"rank {ranks}: {value}" for value, ranks in by_value.items())
+        raise ConfigError(
+            f"all ranks must build the same model and optimizer, but they differ in {what}: {said}"
+        )
+
+    def _attach(
+        self, layout: Layout, formats: Sequence[Format], parameters: Sequence[nn.Parameter]
+    ) -> None:
+        first = len(self.parameters.tensors)
+        added = [
+            Arena(plan, layout, self.transport.rank) for plan in layout.arenas[len(self.arenas) :]
+        ]
+        by_slot = dict(enumerate(parameters, start=first))
+        for arena, fmt in zip(added, formats[len(self.arenas) :], strict=True):
+            self._fill(arena, fmt, by_slot)
+        self.parameters.attach(added, parameters)
+        self.layout, self.formats = layout, list(formats)
+        self.arenas += added
+        self.slot_of.update((parameter, slot) for slot, parameter in by_slot.items())
+        steps = torch.zeros(len(layout.slots), device=self.arenas[0].device)
+        steps[:first].copy_(self.steps)
+        self.steps = steps
+        for slot, view in enumerate(self.step_views):
+            view.set_(steps[slot])  # the user's state dict holds these objects
+        self.step_views += [steps[slot] for slot in range(first, len(layout.slots))]
+        self.updaters = [
+            Updater(arena, layout, fmt, self.step_views)
+            for arena, fmt in zip(self.arenas, self.formats, strict=True)
+        ]
+        precision = self.options.precision
+        wires = [
+            (
+                _dtype(wire_dtype(a.plan.dtype, precision)),
+                _dtype(sum_dtype(a.plan.dtype, precision)),
+            )
+            for a in self.arenas
+        ]
+        self.gradients.attach(layout, self.arenas, parameters, wires)
+
+    def _fill(self, arena: Arena, fmt: Format, parameters: dict[int, nn.Parameter]) -> None:
+        """Copy parameters into their slots, take the first rank's, and start the state."""
+        flat = arena.parameters
+        sources = {parameters[slot.index].dtype for slot in arena.plan.slots}
+        if sources != {flat.dtype}:  # Precision.param_dtype: masters start from the fp32 values
+            flat = arena.allocate(arena.plan.numel, "float32")
+        for slot in arena.plan.slots:
+            values = flat[slot.offset : slot.offset + slot.numel]
+            slot_view(values, slot.spec.shape, slot.spec.stride).copy_(parameters[slot.index].data)
+        if self.options.sync_init:
+            self.transport.broadcast(flat, op=Op("initial parameters")).wait()
+        for field in fmt.fields:
+            arena.state[field.name] = arena.allocate(arena.shard_numel, field.dtype)
+        if flat is not arena.parameters:
+            rounded = {"remainder": torch.empty_like(flat, dtype=torch.int16)}
+            seed_master(flat, arena.parameters, rounded, fmt.master)
+        if fmt.master in ("split", "fp32"):
+            for bucket in arena.plan.buckets:
+                start = bucket.offset + self.transport.rank * bucket.shard_numel
+                values = flat[start : start + bucket.shard_numel].float()
+                parameter = arena.parameter_shard(bucket.index)
+                seed_master(values, parameter, self._state_of_bucket(arena, bucket), fmt.master)
+
+    def _state_of_bucket(self, arena: Arena, bucket: Any) -> dict[str, Tensor]:
+        stop = bucket.shard_offset + bucket.shard_numel
+        return {name: flat[bucket.shard_offset : stop] for name, flat in arena.state.items()}
+
+    def adopt_unfrozen(self) -> None:
+        """Take over parameters of our groups that were frozen until now."""
+        unfrozen = [
+            (f"param_groups[{number}].params[{index}]", parameter)
+            for number, group in enumerate(self.param_groups)
+            for index, parameter in enumerate(group["params"])
+            if parameter.requires_grad and parameter not in self.slot_of
+        ]
+        if not unfrozen:
+            return
+        first = len(self.slot_of)
+        self.add(unfrozen, {})
+        self.on_added([parameter for _, parameter in unfrozen])
+        if self.transport.distributed and not self.gradients.ddp_owns_gradients():
+            self.gradients.reduce_local(range(first, len(self.slot_of)))
+
+    # --- the schedule
+
+    def _execute(self, event: Event, bucket: int = -1) -> None:
+        for action in self.schedule.actions(event):
+            ACTIONS[action](self, bucket)
+
+    def _reduce(self, bucket: int) -> None:
+        with torch.profiler.record_function("zeroshard::reduce"):
+            self.gradients.reduce(bucket)
+
+    def _drain(self, bucket: int) -> None:
+        self._reduced(self.gradients.drain(self.schedule.in_flight))
+
+    def _wait(self, bucket: int) -> None:
+        self._reduced(self.gradients.drain(0))
+        gathers, self.gathers = self.gathers, []
+        for pending in gathers:
+            pending.wait()
+
+    def _reduced(self, buckets: Iterable[int]) -> None:
+        for bucket in buckets:
+            self._execute(Event.REDUCED, bucket)
+
+    def _release(self, bucket: int) -> None:
+        self.pool.release()
+
+    def _gather(self, bucket: int) -> None:
+        assert self.layout is not None
+        with torch.profiler.record_function("zeroshard::gather"):
+            arena = self.arenas[self.layout.buckets[bucket].arena]
+            self.gathers.append(self.parameters.gather(bucket, arena, self.step_count))
+
+    def _update(self, _: int) -> None:
+        """Update every bucket that has a gradient; its gather starts while the next one updates."""
+        for bucket, groups in self._work:
+            arena = self.layout.buckets[bucket].arena
+            with torch.profiler.record_function("zeroshard::update"):
+                self.updaters[arena].update(bucket, groups, self._found_inf)
+            self._execute(Event.UPDATED, bucket)
+
+    # --- a step
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One AdamW update of everything that has a gradient."""
+        self.gradients.close()
+        self.adopt_unfrozen()
+        self._reread(self.parameters.check())
+        used, changed = self.gradients.collect()
+        if not used:
+            return
+        self.step_count += 1
+        self._clip(used)
+        self._found_inf = self._agree_to_skip(changed)
+        self._advance(used)
+        self._work = self._plan(used)
+        self._execute(Event.STEP)
+        self._work = []
+        self.parameters.mark_written_by_us(used)
+        if not self.transport.distributed or self.gradients.ddp_owns_gradients():
+            self.gradients.forget_shards()
+
+    def _reread(self, written: Sequence[int]) -> None:
+        """Masters of parameters that somebody else wrote to."""
+        for slot in written:
+            for parameter, state in self._local_parts(slot):
+                reread_master(parameter, state)
+
+    def _local_parts(self, slot: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """(parameter, state) of each of this rank's runs of a slot."""
+        arena = self.arenas[self.layout.slots[slot].arena]
+        parts = []
+        for run in self.layout.runs_of_slot[slot]:
+            if run.rank == self.transport.rank:
+                parameter = arena.parameters[run.arena_offset : run.arena_offset + run.numel]
+                stop = run.shard_offset + run.numel
+                state = {k: flat[run.shard_offset : stop] for k, flat in arena.state.items()}
+                parts.append((parameter, state))
+        return parts
+
+    def _clip(self, used: Sequence[int]) -> None:
+        if self.options.max_grad_norm is not None:
+            self.scale_gradients(self.grad_norm(used, 2.0), self.options.max_grad_norm)
+
+    def grad_norm(self, used: Sequence[int], p: float) -> Tensor:
+        """[] fp32: the global p-norm of the gradients of `used`."""
+        norms = self.gradients.norms.norms(p)
+        return total_norm(norms if len(used) == len(norms) else norms[list(used)], p)
+
+    def scale_gradients(self, norm: Tensor, max_norm: float) -> None:
+        """Clip: scale the gradient shards, whose global norm is `norm`, to at most `max_norm`."""
+        coefficient = clip_coefficient(norm, max_norm)
+        for arena in self.arenas:
+            if arena.gradients is not None:
+                arena.gradients.mul_(coefficient)
+
+    def _agree_to_skip(self, changed: bool) -> Tensor | None:
+        """[1] fp32, 1 where any rank found an Inf or a NaN; None if such steps are not skipped."""
+        if not self.options.skip_nonfinite:
+            return None
+        found = check_finite(self.arenas) if changed else self.gradients.flags.amax().reshape(1)
+        agree_on_flag(found, self.transport, self.step_count)
+        self.skips.add(found)
+        return found
+
+    def _advance(self, used: Sequence[int]) -> None:
+        """Count the update, on the device, unless it is skipped."""
+        advance = torch.ones(1, device=self.steps.device)
+        if self._found_inf is not None:
+            advance = 1 - self._found_inf
+        if len(used) == len(self.step_views):
+            self.steps.add_(advance)
+        else:
+            self.steps[list(used)] += advance
+
+    def _plan(self, used: Sequence[int]) -> list[tuple[int, list[tuple[dict[str, Any], set[int]]]]]:
+        """The buckets to update, in order, and for each the param groups with their slots."""
+        with_gradient = set(used)
+        groups = [
+            (group, with_gradient.intersection(map(self.slot_of.get, group["params"])))
+            for group in self.param_groups
+        ]
+        work = []
+        for bucket, slots in enumerate(self.layout.slots_of_bucket):
+            if not with_gradient.isdisjoint(slots):
+                work.append((bucket, groups))
+        return work
+
+    # --- what else the optimizer offers
+
+    def broadcast_rest(self, model: nn.Module) -> None:
+        """Give every rank the first rank's buffers and frozen parameters."""
+        rest = [p for p in model.parameters() if p not in self.slot_of]
+        for tensor in [*rest, *model.buffers()]:
+            if tensor.numel():
+                whole = tensor.data.contiguous()
+                self.transport.broadcast(whole, op=Op("initial buffers")).wait()
+                tensor.data.copy_(whole)
+
+    def summary(self) -> str:
+        """A few lines on what is sharded how."""
+        lines = [
+            f"zeroshard stage {self.options.stage}, {self.transport.num_ranks} ranks, "
+            f"{len(self.layout.buckets)} buckets"
+        ]
+        for plan, fmt in zip(self.layout.arenas, self.formats, strict=True):
+            numel = sum(slot.numel for slot in plan.slots)
+            lines.append(
+                f"  {plan.dtype}: {len(plan.slots)} parameters, {numel} elements, master "
+                f"{fmt.master}, moments {fmt.moments}"
+            )
+        return "\n".join(lines)
+
+    def refresh_masters(self) -> None:
+        """Re-read every master from its parameter."""
+        self._reread(range(len(self.parameters.tensors)))
+
+    def write_back(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The first rank's values of `parameters` win."""
+        slots = sorted(self.slot_of[p] for p in set(parameters) if p in self.slot_of)
+        self._reread(self.parameters.check())
+        for slot in slots:
+            arena = self.arenas[self.layout.slots[slot].arena]
+            place = self.layout.slots[slot]
+            flat = arena.parameters[place.offset : place.offset + place.numel]
+            self.transport.broadcast(flat, op=Op("writeback", bucket=slot)).wait()
+        self._reread(slots)
+        self.parameters.mark_written_by_us(slots)
+
+    def state_of(self, slot: int) -> dict[str, Any]:
+        """What optimizer.state holds for a parameter: step, moments, and what the format adds."""
+        arena = self.arenas[self.layout.slots[slot].arena]
+        start, stop = self.layout.local_range(slot, self.transport.rank)
+        state: dict[str, Any] = {"step": self.step_views[slot]}
+        slices = self.gradients.slices[slot]
+        for name, flat in arena.state.items():
+            local = flat[start:stop]
+            if self.transport.distributed:
+                state[name] = ShardTensor(local, slices, self.transport)
+            else:
+                state[name] = slot_view(local, slices.shape, slices.stride)
+        return state
+
+    def exact_master_of(self, slot: int) -> ShardTensor | None:
+        """The slot's fp32 master where it says more than the parameter."""
+        masters = [exact_master(parameter, state) for parameter, state in self._local_parts(slot)]
+        fmt = self.formats[self.layout.slots[slot].arena]
+        if fmt.master not in ("split", "fp32"):
+            return None
+        local = torch.cat([m for m in masters if m is not None] or [torch.empty(0)])
+        return ShardTensor(local, self.gradients.slices[slot], self.transport)
+
+    def restore_master_of(self, slot: int, local: Tensor) -> None:
+        """Set the slot's master from this rank's slice of it, [n] fp32."""
+        taken = 0
+        for parameter, state in self._local_parts(slot):
+            values = local[taken : taken + parameter.numel()].to(parameter.device, torch.float32)
+            restore_master(values, parameter, state)
+            taken += parameter.numel()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held on this rank, by category; each storage once."""
+        by_category: dict[str, list[Tensor]] = {"master": [], "moments": []}
+        for arena, fmt in zip(self.arenas, self.formats, strict=True):
+            for field in fmt.fields:
+                by_category[field.category].append(arena.state[field.name])
+        held = {
+            "parameters": storage_nbytes(arena.parameters for arena in self.arenas),
+            "unsharded_parameters": 0,
+            "gradients": storage_nbytes(
+                [*(arena.gradients for arena in self.arenas), *self._whole_gradients()]
+            ),
+            **{category: storage_nbytes(tensors) for category, tensors in by_category.items()},
+            "communication": self.pool.nbytes,
+        }
+        held["optimizer_state"] = held["master"] + held["moments"]
+        return held
+
+    def _whole_gradients(self) -> list[Tensor]:
+        grads = [parameter.grad for parameter in self.parameters.tensors]
+        return [g for g in grads if g is not None and not isinstance(g, ShardTensor)]
+
+    def close(self) -> None:
+        """Remove every hook and give back plain parameters."""
+        self.gradients.abandon()
+        self.gradients.detach()
+        self.parameters.detach()
+        self.slot_of.clear()
+        _engines.discard(self)
+
+
+class SkipCounter:
+    """Counts skipped steps on the device; says so one step later, without waiting for it."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros((), dtype=torch.int64)
+        self._host = torch.zeros((), dtype=torch.int64)
+        self._logged = 0
+
+    def add(self, found: Tensor) -> None:
+        """Count one step, skipped if `found` [1] is 1."""
+        self._log()
+        if self.total.device != found.device:
+            self.total = self.total.to(found.device)
+            self._host = self._host.pin_memory()
+        self.total += found[0].long()
+        self._host.copy_(self.total, non_blocking=True)
+
+    def _log(self) -> None:
+        skipped = int(self._host)
+        if skipped > self._logged:
+            self._logged = skipped
+            logger.warning(
+                "a step was skipped because a gradient was Inf or NaN (%d so far)", skipped
+            )
+
+
+ACTIONS = {
+    Action.REDUCE: Engine._reduce,
+    Action.DRAIN: Engine._drain,
+    Action.WAIT: Engine._wait,
+    Action.RELEASE: Engine._release,
+    Action.UPDATE: Engine._update,
+    Action.GATHER: Engine._gather,
+}
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def _stored_dtype(parameter: nn.Parameter, cast: torch.dtype | None) -> torch.dtype:
+    return cast if cast is not None and parameter.dtype == torch.float32 else parameter.dtype
+
+
+def _check_devices(layout: Layout) -> None:
+    devices = sorted({plan.device for plan in layout.arenas})
+    if len(devices) > 1 or devices[0].startswith("meta"):
+        raise ConfigError(
+            f"all trainable parameters must be on one real device, got {', '.join(devices)}: "
+            "move the model before building the optimizer"
+        )

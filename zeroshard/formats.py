@@ -1,0 +1,77 @@
+"""How a parameter's state is stored, as data. No tensors, no arithmetic.
+
+A new precision is a row here; the update, `memory()` and checkpoints read the same rows.
+"""
+
+from dataclasses import dataclass
+
+from .config import Precision
+from .errors import ConfigError
+
+__all__ = ["Field", "Format", "state_format", "wire_dtype"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One flat tensor of state, with one element for each element of the shard."""
+
+    name: str
+    dtype: str
+    category: str  # the key of memory() that counts it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """How the state of one arena is stored."""
+
+    master: str  # "param": the fp32 parameter itself is updated; "split", "fp32", "none"
+    moments: str
+    fields: tuple[Field, ...]
+
+
+MASTERS = {
+    "param": (),
+    "none": (),
+    "split": (Field(name="remainder", dtype="int16", category="master"),),
+    "fp32": (Field(name="master", dtype="float32", category="master"),),
+}
+MOMENTS = {
+    "fp32": (
+        Field(name="exp_avg", dtype="float32", category="moments"),
+        Field(name="exp_avg_sq", dtype="float32", category="moments"),
+    ),
+}
+AUTO_MASTER = {"float32": "param", "bfloat16": "split", "float16": "fp32"}
+
+
+def state_format(dtype: str, precision: Precision) -> Format:
+    """The format for parameters of `dtype` ("float32", "bfloat16", ...).
+
+    Raises:
+        ConfigError: a dtype that cannot be trained, or a split master for fp16.
+    """
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(
+            f"trainable parameters must be float32, bfloat16 or float16, got {dtype}: "
+            "cast the model, or freeze the parameter with requires_grad_(False)"
+        )
+    master: str = precision.master
+    if master == "auto" or dtype == "float32":
+        master = AUTO_MASTER[dtype]
+    if master == "split" and dtype == "float16":
+        raise ConfigError(
+            "Precision(master='split') needs bfloat16 parameters, whose bits are the upper half "
+            "of fp32; got float16: use master='fp32'"
+        )
+    fields = (*MASTERS[master], *MOMENTS[precision.moments])
+    return Format(master=master, moments=precision.moments, fields=fields)
+
+
+def wire_dtype(dtype: str, precision: Precision) -> str:
+    """The dtype in which gradients of parameters of `dtype` travel."""
+    return "float32" if precision.reduce == "fp32" else dtype
+
+
+def sum_dtype(dtype: str, precision: Precision) -> str:
+    """The dtype in which the ranks' gradients are summed."""
+    return dtype if precision.reduce == "param" else "float32"

@@ -1,0 +1,428 @@
+"""The facade: `zeroshard.AdamW`, a `torch.optim.Optimizer` in every respect. No mechanism."""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from .config import Options, Precision
+from .engine import Engine
+from .errors import ConfigError, GradientError
+from .parameters import owners_of
+from .state import check_groups, consolidate, load_slot
+from .transport import connect
+from .wrappers import DDPWatch, unwrap
+
+__all__ = ["AdamW"]
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW with optimizer state and gradients sharded over the data-parallel ranks.
+
+    Put it in the place of ``torch.optim.AdamW``; the model is not wrapped. After ``backward()``
+    every ``p.grad`` is a `ShardTensor`: this rank's slice of the gradient averaged over all ranks.
+
+    Args:
+        params: all that torch's AdamW takes, or a module, which gives its own parameters.
+        lr: learning rate, a float or a tensor.
+        betas: coefficients of the running averages of the gradient and of its square.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
+        amsgrad: must be False.
+        maximize: ascend instead of descend.
+        foreach: accepted and ignored, as are `fused` and `capturable`: they choose torch's
+            implementations.
+        capturable: see `foreach`.
+        differentiable: must be False.
+        fused: see `foreach`.
+        stage: 1 (optimizer state sharded; full gradients and communication buffers live until
+            backward ends, the buffers longer) or 2 (a gradient is freed once it is reduced).
+        model: the module, where `params` is not one: names in messages, buffers in `sync_init`.
+        mesh: a DeviceMesh (1-D: shard; 2-D: replicate x shard), a process group, or None for the
+            default group.
+        precision: see `Precision`.
+        bucket_mb: target size of a communication bucket in MiB.
+        max_grad_norm: clip the global gradient norm to this inside `step`.
+        reduction: "mean" over the ranks, or "sum" for losses that are normalised over all ranks.
+        sync_init: take parameters and, where the module is known, buffers from the first rank.
+        skip_nonfinite: skip a step on every rank when any gradient holds an Inf or a NaN; counted
+            in `skipped_steps` and logged.
+        reshard_after_forward: without effect below stage 3.
+        units: without effect below stage 3.
+
+    Raises:
+        ConfigError: wrong arguments, or ranks that differ; on every rank, before anything changes.
+
+    Source: Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2; Rajbhandari et al. 2020,
+    arXiv:1910.02054, sections 5.1 and 5.2.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        stage: int = 2,
+        model: nn.Module | None = None,
+        mesh: DeviceMesh | ProcessGroup | None = None,
+        precision: Precision | None = None,
+        bucket_mb: float = 25,
+        max_grad_norm: float | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        sync_init: bool = True,
+        skip_nonfinite: bool = True,
+        reshard_after_forward: bool = True,
+        units: Sequence[Any] | None = None,
+    ) -> None:
+        options = Options(
+            stage=stage,
+            bucket_mb=bucket_mb,
+            max_grad_norm=max_grad_norm,
+            reduction=reduction,
+            sync_init=sync_init,
+            skip_nonfinite=skip_nonfinite,
+            precision=precision if precision is not None else Precision(),
+        )
+        if units is not None or not reshard_after_forward:
+            warnings.warn(
+                "units and reshard_after_forward have no effect below stage 3", stacklevel=2
+            )
+        if isinstance(params, nn.Module):
+            model, params = params, params.parameters()
+        # torch's own defaults, so that state dicts and schedulers see the keys they know.
+        defaults = dict(
+            torch.optim.AdamW([torch.empty(0)], lr=lr, betas=betas, eps=eps).defaults,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        self._engine: Engine | None = None
+        self._consolidated: dict[int, dict[str, Any]] | None = None
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            _check_group(group)
+        self._build(options, None if model is None else unwrap(model), mesh)
+
+    def _build(
+        self,
+        options: Options,
+        model: nn.Module | None,
+        mesh: DeviceMesh | ProcessGroup | None,
+    ) -> None:
+        parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        device = (trainable or parameters)[0].device
+        named = _in_forward_order(self.param_groups, model)
+        transport = connect(mesh, device)
+        engine = Engine(options, transport, {} if model is None else owners_of(model))
+        engine.param_groups = self.param_groups
+        engine.on_added = self._show_state
+        engine.add(named, {**options.describe(), **_describe_groups(self.param_groups)})
+        if options.sync_init and model is not None:
+            engine.broadcast_rest(model)
+        self._engine = engine
+        self._watch_ddp(engine)
+        self._show_state(trainable)
+
+    def _watch_ddp(self, engine: Engine) -> None:
+        if engine.transport.distributed:
+            engine.gradients.ddp_owns_gradients = DDPGuard(engine)
+
+    def _show_state(self, parameters: Iterable[Tensor]) -> None:
+        engine = self._engine
+        if engine is not None:
+            for parameter in parameters:
+                self.state[parameter] = engine.state_of(engine.slot_of[parameter])
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that does the work."""
+        if self._engine is None:
+            raise ConfigError("this optimizer was closed: build a new one")
+        return self._engine
+
+    # --- what torch.optim.Optimizer has
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update of every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            GradientError: a gradient was left local by `no_sync()`.
+            ConfigError: a parameter was replaced, moved or cast since construction.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._consolidated = None
+        self.engine.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; also ends what an exception in backward left under way."""
+        if self._engine is not None:
+            self._engine.gradients.abandon()
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; every rank must add the same parameters."""
+        super().add_param_group(param_group)
+        if self._engine is None:
+            return
+        group = self.param_groups[-1]
+        try:
+            _check_group(group)
+            number = len(self.param_groups) - 1
+            named = [
+                (f"param_groups[{number}].params[{index}]", parameter)
+                for index, parameter in enumerate(group["params"])
+                if parameter.requires_grad
+            ]
+            self._engine.add(named, _describe_groups(self.param_groups))
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._show_state(parameter for _, parameter in named)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and param groups; never communicates.
+
+        After `consolidate_state_dict` the rank that it gathered to returns the whole state in the
+        format of torch's AdamW. Otherwise every rank returns its slices as `ShardTensor`.
+        """
+        if self._consolidated is None:
+            return super().state_dict()
+        mine = dict(self.state)
+        try:
+            self.state.clear()
+            packed = super().state_dict()
+        finally:
+            self.state.update(mine)
+        packed["state"] = {key: dict(entry) for key, entry in self._consolidated.items()}
+        packed["param_groups"] = [dict(group, fused=True) for group in packed["param_groups"]]
+        return packed
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the whole state to one rank, for the next `state_dict()` there.
+
+        Every rank must call it. The result stands until the next step.
+
+        Args:
+            to: rank in the shard group.
+        """
+        parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        whole = consolidate(self.engine, parameters, to)
+        self._consolidated = whole if self.engine.transport.rank == to else None
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load torch's AdamW format, or what this rank's own `state_dict()` returned.
+
+        Nothing is cast or moved, and nothing is communicated: every rank passes the same whole
+        state, or its own slices. Load the model first.
+
+        Raises:
+            ConfigError: groups or shapes that do not fit.
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        check_groups(self.param_groups, state_dict["param_groups"])
+        engine = self.engine
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for key, parameter in zip(saved["params"], group["params"], strict=True):
+                slot = engine.slot_of.get(parameter)
+                if slot is not None:
+                    load_slot(engine, slot, state_dict["state"].get(key, {}))
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        self._consolidated = None
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._engine = None
+        self._consolidated = None
+        super().__setstate__(state)
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        if self._engine is None:
+            return text
+        return f"{text}\n{self._engine.summary()}"
+
+    # --- what it has beyond
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside accumulate on their rank, at the cost of a full gradient per rank.
+
+        The next backward outside reduces the sum. `step()` before that raises `GradientError`.
+        """
+        return self.engine.gradients.no_sync()
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients in place so that their global norm is at most `max_norm`.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: order of the norm; may be inf.
+            error_if_nonfinite: raise instead, which waits for the device.
+
+        Returns:
+            [] fp32, the norm before clipping, on the device.
+
+        Raises:
+            RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+        """
+        engine = self.engine
+        engine.gradients.close()
+        used, _ = engine.gradients.collect()
+        if not used:
+            return torch.zeros(())
+        norm = engine.grad_norm(used, float(norm_type))
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise GradientError(
+                f"The total norm of order {norm_type} for gradients is non-finite, so it cannot "
+                "be clipped. To disable this error and scale the gradients by the non-finite norm "
+                "anyway, set `error_if_nonfinite=False`"
+            )
+        engine.scale_gradients(norm, float(max_norm))
+        return norm
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held on this rank by category; `optimizer_state` is master + moments."""
+        return self.engine.memory()
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """[] int64 on the device: steps skipped because a gradient was Inf or NaN."""
+        return self.engine.skips.total
+
+    @torch.no_grad()
+    def refresh_master(self) -> None:
+        """Re-read masters from the parameters, after a write that moved no version counter.
+
+        Needed after ``p.data.copy_()`` with ``Precision(master="fp32")``; every rank must call it.
+        """
+        self.engine.refresh_masters()
+
+    def close(self) -> None:
+        """Remove every hook and leave plain parameters; gradients are dropped."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            self.state.clear()
+
+
+class DDPGuard:
+    """Answers, cheaply and at every gradient, whether a live DDP averages them already."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.watch = DDPWatch()
+        self.parameters = engine.slot_of
+        self.seen: tuple[int, int] = (-1, -1)
+        self.answer = False
+        self.warned = False
+
+    def __call__(self) -> bool:
+        now = (self.watch.generation, self.watch.count())
+        if now != self.seen:
+            self.seen = now
+            self.answer = self.watch.wraps(self.parameters)
+            if self.answer and not self.warned:
+                self.warned = True
+                warnings.warn(
+                    "the model is wrapped in DistributedDataParallel, which averages and keeps "
+                    "full gradients: only optimizer state is sharded. Remove the wrapper, and "
+                    "zeroshard reduces and shards the gradients itself",
+                    stacklevel=2,
+                )
+        return self.answer
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """What torch's constructor checks, for every group, and what only torch's AdamW can do."""
+    beta1, beta2 = group["betas"]
+    for name, value, valid in (
+        ("lr", group["lr"], float(group["lr"]) >= 0),
+        ("eps", group["eps"], group["eps"] >= 0),
+        ("betas[0]", beta1, 0 <= beta1 < 1),
+        ("betas[1]", beta2, 0 <= beta2 < 1),
+        ("weight_decay", group["weight_decay"], group["weight_decay"] >= 0),
+    ):
+        if not valid:
+            raise ConfigError(f"Invalid {name} value: expected a value in range, got {value}")
+    if group["amsgrad"]:
+        raise ConfigError(
+            "amsgrad=True is not supported, its third moment is not sharded: use amsgrad=False, "
+            "or torch.optim.AdamW"
+        )
+    if group["differentiable"]:
+        raise ConfigError(
+            "differentiable=True is not supported, the update runs outside of autograd: use "
+            "differentiable=False, or torch.optim.AdamW"
+        )
+
+
+def _in_forward_order(
+    groups: Sequence[dict[str, Any]], model: nn.Module | None
+) -> list[tuple[str, nn.Parameter]]:
+    """Trainable parameters of all groups with names; in the module's order where it is known."""
+    named = {
+        parameter: group["param_names"][index]
+        if "param_names" in group
+        else f"param_groups[{number}].params[{index}]"
+        for number, group in enumerate(groups)
+        for index, parameter in enumerate(group["params"])
+    }
+    ordered = {}
+    if model is not None:
+        ordered = {p: name for name, p in model.named_parameters() if p in named}
+    return [(name, p) for p, name in {**ordered, **named, **ordered}.items() if p.requires_grad]
+
+
+def _describe_groups(groups: Sequence[dict[str, Any]]) -> dict[str, str]:
+    options = ("lr", "betas", "eps", "weight_decay", "maximize")
+    return {
+        f"param group {number}": ", ".join(
+            [f"{len(group['params'])} parameters", *(f"{k}={_plain(group[k])}" for k in options)]
+        )
+        for number, group in enumerate(groups)
+    }
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) else value

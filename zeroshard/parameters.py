@@ -1,0 +1,147 @@
+"""Shard -> gather -> parameter: the user's parameters as views of arenas, and who wrote to them.
+
+Owns the re-pointing of `.data`; knows no gradients and no optimizer state.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .errors import ConfigError
+from .layout import ParamSpec
+from .storage import Arena, slot_view
+from .transport import Op, Pending, Transport
+
+__all__ = ["Parameters", "dense_stride", "describe_parameter", "owners_of"]
+
+Owners = Mapping[nn.Parameter, Sequence[tuple[nn.Module, str]]]
+
+
+def owners_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Which modules hold each parameter, and under which attribute."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append((module, name))
+    return owners
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's strides if its elements fill memory without gaps, else contiguous ones."""
+    numel = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != numel:
+            return torch.empty(tensor.shape, device="meta").stride()
+        numel *= size
+    return tuple(tensor.stride())
+
+
+def describe_parameter(name: str, parameter: Tensor, dtype: torch.dtype) -> ParamSpec:
+    """What the layout needs to know of a parameter that is stored as `dtype`."""
+    return ParamSpec(
+        name=name,
+        shape=tuple(parameter.shape),
+        stride=dense_stride(parameter),
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(parameter.device),
+    )
+
+
+class Parameters:
+    """Slot by slot: the user's parameter, its view of the arena, and the version last seen."""
+
+    def __init__(self, transport: Transport, owners: Owners) -> None:
+        self.transport, self.owners = transport, owners
+        self.tensors: list[nn.Parameter] = []
+        self.views: list[Tensor] = []
+        self.names: list[str] = []
+        self.versions: list[int] = []
+        self._arena_of: list[Arena] = []
+
+    def attach(self, arenas: Sequence[Arena], parameters: Sequence[nn.Parameter]) -> None:
+        """Point parameters at their slots, whose values are theirs already.
+
+        Args:
+            arenas: new arenas.
+            parameters: the user's parameters of all slots of these arenas, by slot index.
+        """
+        slots = sorted((s for a in arenas for s in a.plan.slots), key=lambda slot: slot.index)
+        by_index = {arena.plan.index: arena for arena in arenas}
+        for slot, parameter in zip(slots, parameters, strict=True):
+            arena = by_index[slot.arena]
+            flat = arena.parameters[slot.offset : slot.offset + slot.numel]
+            view = slot_view(flat, slot.spec.shape, slot.spec.stride)
+            self.tensors.append(parameter)
+            self.views.append(view)
+            self.names.append(slot.spec.name)
+            self._arena_of.append(arena)
+            parameter.data = view
+            self.versions.append(parameter._version)
+
+    def check(self) -> list[int]:
+        """Slots written from outside since the last look; views that were moved are put back.
+
+        Raises:
+            ConfigError: a parameter was replaced, or has another shape, dtype or device now.
+        """
+        moved = [
+            slot
+            for slot, (parameter, view) in enumerate(zip(self.tensors, self.views, strict=True))
+            if parameter.data_ptr() != view.data_ptr() and view.numel()
+        ]
+        for slot, parameter in enumerate(self.tensors):
+            for module, name in self.owners.get(parameter, ()):
+                if module._parameters.get(name) is not parameter:
+                    raise ConfigError(_replaced(self.names[slot], module))
+        for slot in moved:
+            self._check_same_kind(slot)
+        for slot in moved:
+            self.views[slot].copy_(self.tensors[slot].data)
+            self.tensors[slot].data = self.views[slot]
+        written = set(moved)
+        for slot, parameter in enumerate(self.tensors):
+            if parameter._version != self.versions[slot]:
+                self.versions[slot] = parameter._version
+                written.add(slot)
+        return sorted(written)
+
+    def _check_same_kind(self, slot: int) -> None:
+        parameter, view = self.tensors[slot], self.views[slot]
+        now = (tuple(parameter.shape), parameter.dtype, parameter.device)
+        then = (tuple(view.shape), view.dtype, view.device)
+        if now != then:
+            raise ConfigError(
+                f"parameter {self.names[slot]!r} had shape {then[0]}, {then[1]} on {then[2]} when "
+                f"the optimizer was built, and has shape {now[0]}, {now[1]} on {now[2]} now: move "
+                "or cast the model before building the optimizer"
+            )
+
+    def mark_written_by_us(self, slots: Sequence[int]) -> None:
+        """Bump the versions of parameters that a step changed, as torch's optimizers do.
+
+        A backward through a graph from before the step then raises.
+        """
+        torch.autograd.graph.increment_version([self.tensors[slot] for slot in slots])
+        for slot in slots:
+            self.versions[slot] = self.tensors[slot]._version
+
+    def gather(self, bucket: int, arena: Arena, step: int) -> Pending:
+        """Launch the all-gather of a bucket, straight into the storage of the parameters."""
+        op = Op("gather", bucket=bucket, round=step, unit=arena.plan.unit)
+        return self.transport.gather(arena.bucket(bucket), op=op)
+
+    def detach(self) -> None:
+        """Give every parameter plain memory of its own again."""
+        for parameter, view in zip(self.tensors, self.views, strict=True):
+            if parameter.data_ptr() == view.data_ptr():
+                parameter.data = view.clone()
+
+
+def _replaced(name: str, module: nn.Module) -> str:
+    return (
+        f"parameter {name!r} of {type(module).__name__} was replaced by another Parameter object "
+        "after the optimizer was built, so training would change one that the model no longer "
+        "uses. Assign to parameter.data, load with assign=False, or build the optimizer last"
+    )

@@ -1,0 +1,77 @@
+"""What happens when: the stages as a table from event to actions. Pure data, no tensors.
+
+The engine executes this table and nothing else reads the stage. ``python -m zeroshard.schedule``
+prints it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from .config import STAGES, Options
+
+__all__ = ["Action", "Event", "Schedule", "compile_schedule"]
+
+
+class Event(str, Enum):
+    """Something that happened, to a bucket or to the whole backward or step."""
+
+    GRAD_READY = "GRAD_READY(bucket)"
+    REDUCED = "REDUCED(bucket)"
+    BACKWARD_END = "BACKWARD_END"
+    STEP = "STEP"
+    UPDATED = "UPDATED(bucket)"
+
+
+class Action(str, Enum):
+    """Something the engine does in answer to an event."""
+
+    REDUCE = "reduce"  # launch the bucket's reduce-scatter
+    DRAIN = "drain"  # wait for reductions until few are in flight
+    WAIT = "wait"  # wait for everything in flight
+    RELEASE = "release"  # give the communication buffers back to the allocator
+    UPDATE = "update"  # AdamW on this rank's shard of the bucket
+    GATHER = "gather"  # launch the bucket's all-gather
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The compiled table."""
+
+    table: Mapping[Event, tuple[Action, ...]]
+    in_flight: int  # reductions that DRAIN leaves under way
+
+    def actions(self, event: Event) -> tuple[Action, ...]:
+        """What to do at `event`, in order."""
+        return self.table[event]
+
+
+def compile_schedule(options: Options) -> Schedule:
+    """The table of a stage.
+
+    Stage 1 holds the full gradients and one set of buffers for every bucket until backward ends,
+    and keeps the buffers for the next one. Stage 2 lets go of a gradient as soon as its bucket is
+    reduced, so that few buckets' worth of full gradients exist at a time.
+    """
+    keeps_buffers = options.stage == 1
+    table = {
+        Event.GRAD_READY: (Action.REDUCE,) if keeps_buffers else (Action.REDUCE, Action.DRAIN),
+        Event.REDUCED: (),
+        Event.BACKWARD_END: (Action.WAIT,) if keeps_buffers else (Action.WAIT, Action.RELEASE),
+        Event.STEP: (Action.UPDATE, Action.WAIT),
+        Event.UPDATED: (Action.GATHER,),
+    }
+    return Schedule(table=table, in_flight=2)
+
+
+def describe(options: Options) -> str:
+    """The table as text, one line an event."""
+    schedule = compile_schedule(options)
+    rows = [f"stage {options.stage}"]
+    for event, actions in schedule.table.items():
+        rows.append(f"  {event.value:22} {', '.join(action.value for action in actions) or '-'}")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print("\n".join(describe(Options(stage=stage)) for stage in STAGES))

@@ -1,0 +1,439 @@
+"""A rank's slice of a tensor that has the global shape: what `p.grad` and optimizer state are.
+
+A slice follows the layout's runs, which no DTensor placement can say, so the dispatch is our own:
+elementwise operations act on the slice, full reductions answer for the whole tensor (and
+communicate), everything else refuses.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+from .errors import ShardTensorError
+from .layout import Layout
+from .transport import Op, Transport
+from .triton_kernels.norm import block_powers
+
+__all__ = ["RaggedShard", "ShardTensor", "Slices"]
+
+aten = torch.ops.aten
+
+
+class RaggedShard(Placement):
+    """The placement of a ShardTensor: a contiguous range of storage order, not of any dimension."""
+
+    def __repr__(self) -> str:
+        return "RaggedShard()"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RaggedShard)
+
+    def __hash__(self) -> int:
+        return hash(RaggedShard)
+
+
+class Siblings(Protocol):
+    """The gradients of one optimizer, which can answer for all of them with one collective."""
+
+    def norm(self, tensor: "ShardTensor", p: float) -> Tensor:
+        """The p-norm of one of them, [] fp32, the same on every rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slices:
+    """Where the elements of a tensor lie: for each rank, ranges (start, numel) of storage order."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    by_rank: tuple[tuple[tuple[int, int], ...], ...]
+
+    @staticmethod
+    def of_slot(layout: Layout, slot: int) -> "Slices":
+        """The slices of one slot of a layout."""
+        spec = layout.slots[slot].spec
+        by_rank: list[list[tuple[int, int]]] = [[] for _ in range(layout.world_size)]
+        for run in layout.runs_of_slot[slot]:
+            by_rank[run.rank].append((run.slot_offset, run.numel))
+        return Slices(spec.shape, spec.stride, tuple(tuple(ranges) for ranges in by_rank))
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        """Elements on each rank."""
+        return tuple(sum(numel for _, numel in ranges) for ranges in self.by_rank)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    def same_as(self, other: "Slices") -> bool:
+        """Whether the same elements lie in the same places."""
+        return self is other or (self.shape, self.stride, self.by_rank) == (
+            other.shape,
+            other.stride,
+            other.by_rank,
+        )
+
+    def cut(self, flat: Tensor, rank: int) -> Tensor:
+        """One rank's slice of a tensor given in storage order; a view where it is one range."""
+        pieces = [flat[start : start + numel] for start, numel in self.by_rank[rank]]
+        if not pieces:
+            return flat.new_empty(0)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def flatten(self, whole: Tensor) -> Tensor:
+        """A tensor of the global shape in storage order; a view where its strides allow it."""
+        if whole.stride() != self.stride and whole.numel() > 1:
+            ordered = torch.empty_strided(
+                self.shape, self.stride, dtype=whole.dtype, device=whole.device
+            )
+            whole = ordered.copy_(whole)
+        return whole.as_strided((self.numel,), (1,), whole.storage_offset())
+
+
+class ShardTensor(DTensor):
+    """This rank's slice of a tensor of global shape, which other ranks hold the rest of.
+
+    `shape`, `dtype`, `stride()` and `numel()` are those of the whole tensor. Elementwise
+    operations with scalars or tensors of the same slices, `torch._foreach_*`, `clone`, `detach`,
+    `zero_` and AMP's unscaling act on the slice. Full reductions (`norm`, `sum`, `mean`, `max`,
+    `all` ...) return the whole tensor's result as a plain tensor on every rank; every rank has to
+    call them. Anything else raises `ShardTensorError`.
+    """
+
+    _local_tensor: Tensor  # [slices.numels[rank]], in storage order
+    slices: Slices
+    transport: Transport | None
+    siblings: Siblings | None
+
+    @staticmethod
+    def __new__(  # type: ignore[override]
+        cls,
+        local: Tensor,
+        slices: Slices,
+        transport: Transport | None,
+        siblings: Siblings | None = None,
+    ) -> "ShardTensor":
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            slices.shape,
+            strides=slices.stride,
+            dtype=local.dtype,
+            device=local.device,
+            layout=torch.strided,
+            requires_grad=False,
+        )
+        self._local_tensor = local
+        self.slices = slices
+        self.transport = transport
+        self.siblings = siblings
+        if transport is not None and transport.mesh is not None:
+            meta = TensorMeta(torch.Size(slices.shape), slices.stride, local.dtype)
+            placements = (RaggedShard(),) * transport.mesh.ndim
+            self._spec = DTensorSpec(transport.mesh, placements, tensor_meta=meta)
+        return self
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return (
+            f"ShardTensor(shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"local={self._local_tensor.numel()} of {self.slices.numel} elements)"
+        )
+
+    def to_local(self, *, grad_placements: object = None) -> Tensor:  # type: ignore[override]
+        """[slice's numel] this rank's elements in storage order, sharing memory. No communication.
+
+        The storage order is that of the parameter: row-major unless its strides say otherwise.
+        """
+        return self._local_tensor
+
+    def full_tensor(self, *, grad_placements: object = None) -> Tensor:  # type: ignore[override]
+        """The whole tensor, gathered from all ranks: every rank must call it. Never a view."""
+        transport = self._connected("full_tensor()")
+        flat = self._local_tensor.new_empty(self.slices.numel)
+        longest = max(self.slices.numels, default=0)
+        if longest:
+            buffer = self._local_tensor.new_zeros(transport.world_size * longest)
+            shards = buffer.split(longest)
+            shards[transport.rank][: self._local_tensor.numel()].copy_(self._local_tensor)
+            transport.gather(buffer, op=Op("full_tensor")).wait()
+            for shard, ranges in zip(shards, self.slices.by_rank, strict=True):
+                taken = 0
+                for start, numel in ranges:
+                    flat[start : start + numel].copy_(shard[taken : taken + numel])
+                    taken += numel
+        return flat.as_strided(self.slices.shape, self.slices.stride)
+
+    def redistribute(self, *args: object, **kwargs: object) -> Any:
+        """Refused: a ragged slice has no other placement."""
+        raise _refusal("redistribute")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardTensor":
+        return ShardTensor(self._local_tensor.clone(), self.slices, self.transport)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle this rank's slice only: it can be loaded again by the same rank of as many."""
+        rank = self.transport.rank if self.transport is not None else 0
+        slices = (self.slices.shape, self.slices.stride, self.slices.by_rank)
+        return (_unpickle, (self._local_tensor.detach().clone(), slices, rank))
+
+    def _connected(self, what: str) -> Transport:
+        if self.transport is None:
+            raise ShardTensorError(
+                f"{what} needs the other ranks, but this ShardTensor was loaded from a file: "
+                "give it to load_state_dict() of the optimizer first"
+            )
+        return self.transport
+
+    def like(self, local: Tensor) -> "ShardTensor":
+        """A ShardTensor of the same slices around another local tensor."""
+        return ShardTensor(local, self.slices, self.transport)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        reduction = REDUCTIONS.get(packet)
+        if reduction is not None:
+            return reduction(*args, **kwargs)
+        if packet in (aten.detach, aten.alias, aten.lift_fresh):
+            return args[0].like(args[0]._local_tensor)
+        if packet is aten._amp_foreach_non_finite_check_and_unscale_:
+            return _unscale(*args)
+        if _is_elementwise(func):
+            return _elementwise(func, args, kwargs)
+        raise _refusal(packet.__name__)
+
+
+def _unpickle(local: Tensor, slices: tuple[Any, Any, Any], rank: int) -> ShardTensor:
+    return ShardTensor(local, Slices(*slices), None)
+
+
+def _refusal(what: str) -> ShardTensorError:
+    return ShardTensorError(
+        f"{what}: this rank holds only a slice of the tensor, which cannot answer that rightly. "
+        "Call .full_tensor() on every rank for the whole tensor, or .to_local() for the slice"
+    )
+
+
+# Elementwise in effect although torch does not tag them as pointwise.
+ELEMENTWISE = {
+    aten._to_copy,
+    aten.clone,
+    aten.copy_,
+    aten.empty_like,
+    aten.fill_,
+    aten.full_like,
+    aten.ones_like,
+    aten.zero_,
+    aten.zeros_like,
+}
+
+
+def _is_elementwise(func: Any) -> bool:
+    packet = func.overloadpacket
+    if packet in ELEMENTWISE:
+        return True
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    name = packet.__name__
+    if name.startswith("_foreach_"):
+        return name not in ("_foreach_norm", "_foreach_max")
+    return torch.Tag.pointwise in func.tags
+
+
+def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` on the local tensors; results become ShardTensors of the same slices."""
+    in_lists = func.overloadpacket.__name__.startswith("_foreach_")
+    leaders: list[ShardTensor] = []  # whose slices the n-th result has
+
+    def local(value: Any, position: int) -> Any:
+        if isinstance(value, ShardTensor):
+            if position == len(leaders):
+                leaders.append(value)
+            elif not value.slices.same_as(leaders[position].slices):
+                raise _refusal(f"{func.overloadpacket.__name__} of tensors with other slices")
+            return value._local_tensor
+        if isinstance(value, (list, tuple)):
+            return type(value)(
+                local(entry, number if in_lists else position) for number, entry in enumerate(value)
+            )
+        if isinstance(value, Tensor) and value.ndim > 0:
+            raise _refusal(f"{func.overloadpacket.__name__} with a plain tensor")
+        return value
+
+    local_args = tuple(local(arg, 0) for arg in args)
+    kwargs = {key: local(value, 0) for key, value in kwargs.items() if key != "memory_format"}
+    out = func(*local_args, **kwargs)
+    if out is None:
+        return None
+    if func._schema.is_mutable:
+        return args[0]
+    if isinstance(out, (list, tuple)):
+        return type(out)(leader.like(o) for leader, o in zip(leaders, out, strict=True))
+    return leaders[0].like(out)
+
+
+def _unscale(grads: Sequence[ShardTensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """GradScaler's check, with a flag that every rank agrees on."""
+    locals_ = [grad._local_tensor for grad in grads]
+    aten._amp_foreach_non_finite_check_and_unscale_(locals_, found_inf, inv_scale)
+    transport = grads[0]._connected("GradScaler.unscale_()")
+    transport.all_reduce(found_inf, "max", op=Op("found_inf")).wait()
+
+
+# --- full reductions: a local part, one small all-reduce, the same plain result on every rank
+
+
+def _agree(tensor: ShardTensor, part: Tensor, kind: Literal["sum", "max"], what: str) -> Tensor:
+    transport = tensor._connected(what)
+    transport.all_reduce(part, kind, op=Op(what)).wait()
+    return part
+
+
+def _whole(x: ShardTensor, dim: Any, keepdim: bool, what: str) -> None:
+    """Refuse a reduction over some dimensions only."""
+    dims = [dim] if isinstance(dim, int) else dim
+    if keepdim or (dims and sorted(d % max(x.ndim, 1) for d in dims) != list(range(x.ndim))):
+        raise _refusal(f"{what} over a dimension")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else torch.int64
+
+
+def _sum(x: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    _whole(x, dim, keepdim, "sum")
+    local = x._local_tensor
+    wide = _wide(dtype or x.dtype)
+    total = _agree(x, local.sum(dtype=wide), "sum", "sum")
+    return total.to(dtype or (x.dtype if x.dtype.is_floating_point else torch.int64))
+
+
+def _mean(x: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    _whole(x, dim, keepdim, "mean")
+    total = _agree(x, x._local_tensor.sum(dtype=torch.float64), "sum", "mean")
+    return (total / x.slices.numel).to(dtype or x.dtype)
+
+
+def _vector_norm(
+    x: ShardTensor,
+    ord: float = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Tensor:
+    _whole(x, dim, keepdim, "norm")
+    p = float(ord)
+    norm = x.siblings.norm(x, p) if x.siblings is not None else norm_of([x], p)[0]
+    return norm.to(dtype or x.dtype)
+
+
+def _norm(x: ShardTensor, p: Any = 2, dim: Any = None, keepdim: bool = False, **kw: Any) -> Tensor:
+    return _vector_norm(x, 2 if p is None else p, dim, keepdim, **kw)
+
+
+def _foreach_norm(
+    tensors: Sequence[ShardTensor], ord: float = 2, dtype: Any = None
+) -> list[Tensor]:
+    return [_vector_norm(x, ord, dtype=dtype) for x in tensors]
+
+
+def norm_of(tensors: Sequence[ShardTensor], p: float) -> Tensor:
+    """[len(tensors)] fp32 p-norms of whole tensors, the same on every rank, by one all-reduce."""
+    locals_ = [x._local_tensor.float() for x in tensors]
+    parts = torch.stack([combine_powers(block_powers(local, p), p) for local in locals_])
+    return finish_norms(parts, p, tensors[0]._connected("norm"))
+
+
+def combine_powers(powers: Tensor, p: float) -> Tensor:
+    """[] fp64: sum (or largest, least) of the blocks' powers; the neutral element for no block."""
+    if p == math.inf:
+        return powers.amax() if powers.numel() else powers.new_zeros(())
+    if p == -math.inf:
+        return powers.amin() if powers.numel() else powers.new_full((), math.inf)
+    return powers.sum()
+
+
+def finish_norms(parts: Tensor, p: float, transport: Transport) -> Tensor:
+    """[n] fp64 parts of each rank -> [n] fp32 norms, rounded once."""
+    if p == -math.inf:
+        parts = -_max_with_nan(-parts, transport)
+    elif p == math.inf:
+        parts = _max_with_nan(parts, transport)
+    else:
+        transport.all_reduce(parts, "sum", op=Op("norm")).wait()
+        if p != 0:
+            parts = parts.sqrt() if p == 2 else parts.pow(1 / p)
+    return parts.float()
+
+
+def _max_with_nan(parts: Tensor, transport: Transport) -> Tensor:
+    """A maximum over ranks that keeps a NaN, which a backend's own maximum may drop."""
+    nans = parts.isnan().double()
+    both = torch.stack([parts.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf), nans])
+    transport.all_reduce(both, "max", op=Op("norm")).wait()
+    return torch.where(both[1] > 0, math.nan, both[0])
+
+
+def _extreme(sign: int) -> Callable[..., Tensor]:
+    what = "max" if sign > 0 else "min"
+
+    def extreme(x: ShardTensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+        _whole(x, dim, keepdim, what)
+        local = x._local_tensor
+        least = torch.full((), -math.inf, dtype=torch.float64, device=local.device)
+        part = (sign * local.double()).amax() if local.numel() else least
+        found = sign * _max_with_nan(part, x._connected(what))
+        return found.to(x.dtype)
+
+    return extreme
+
+
+def _all(x: ShardTensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    _whole(x, dim, keepdim, "all")
+    failed = (~x._local_tensor.bool()).any().to(torch.uint8)
+    return _agree(x, failed, "max", "all") == 0
+
+
+def _any(x: ShardTensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    _whole(x, dim, keepdim, "any")
+    return _agree(x, x._local_tensor.bool().any().to(torch.uint8), "max", "any") != 0
+
+
+def _count_nonzero(x: ShardTensor, dim: Any = None) -> Tensor:
+    _whole(x, dim, False, "count_nonzero")
+    return _agree(x, x._local_tensor.count_nonzero(), "sum", "count_nonzero")
+
+
+REDUCTIONS: dict[Any, Callable[..., Any]] = {
+    aten.sum: _sum,
+    aten.mean: _mean,
+    aten.linalg_vector_norm: _vector_norm,
+    aten.norm: _norm,
+    aten._foreach_norm: _foreach_norm,
+    aten.max: _extreme(+1),
+    aten.amax: _extreme(+1),
+    aten.min: _extreme(-1),
+    aten.amin: _extreme(-1),
+    aten.all: _all,
+    aten.any: _any,
+    aten.count_nonzero: _count_nonzero,
+}

@@ -1,0 +1,125 @@
+"""Optimizer state in torch's own AdamW format, and from it. Never casts a state.
+
+A state dict is local unless `consolidate` made it whole; loading never communicates.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from .engine import Engine
+from .errors import ConfigError
+from .shard_tensor import ShardTensor
+
+__all__ = ["check_groups", "consolidate", "load_slot"]
+
+
+def consolidate(engine: Engine, parameters: Sequence[Any], to: int) -> dict[int, dict[str, Any]]:
+    """Gather every parameter's state onto one rank's CPU; all ranks must call it.
+
+    Args:
+        engine: the engine.
+        parameters: the parameters of all groups, in order; their positions are the keys.
+        to: rank (within the shard group) that keeps the result; the others return {}.
+
+    Returns:
+        {position: {"step", "exp_avg", "exp_avg_sq"}} with tensors of the parameter's shape, and
+        "master" (fp32) where the master says more than the parameter.
+    """
+    whole: dict[int, dict[str, Any]] = {}
+    for position, parameter in enumerate(parameters):
+        slot = engine.slot_of.get(parameter)
+        if slot is None:
+            continue
+        state = engine.state_of(slot)
+        entry = {"step": state["step"].detach().cpu().clone()}
+        for name in ("exp_avg", "exp_avg_sq"):
+            entry[name] = _whole(state[name])
+        master = engine.exact_master_of(slot)
+        if master is not None:
+            entry["master"] = _whole(master)
+        if engine.transport.rank == to:
+            whole[position] = entry
+    return whole
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    full = tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor.clone()
+    return full.detach().cpu()
+
+
+def check_groups(ours: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if saved param groups do not fit ours, as torch does."""
+    if len(ours) != len(saved):
+        raise ConfigError(
+            f"the loaded state dict has {len(saved)} parameter groups, the optimizer {len(ours)}"
+        )
+    for number, (mine, other) in enumerate(zip(ours, saved, strict=True)):
+        if len(mine["params"]) != len(other["params"]):
+            raise ConfigError(
+                f"parameter group {number} has {len(other['params'])} parameters in the loaded "
+                f"state dict and {len(mine['params'])} in the optimizer"
+            )
+
+
+def load_slot(engine: Engine, slot: int, saved: Mapping[str, Any]) -> None:
+    """Copy one parameter's saved state into the shards; an empty one resets it.
+
+    Raises:
+        ConfigError: a tensor that does not fit, before anything was changed for this parameter.
+    """
+    state = engine.state_of(slot)
+    name = engine.parameters.names[slot]
+    local = {
+        key: _local(engine, slot, saved[key], f"{key} of {name!r}")
+        for key in saved
+        if key != "step"
+    }
+    step = saved.get("step", 0)
+    state["step"].copy_(torch.as_tensor(step, dtype=torch.float32).reshape(()))
+    for key in state:
+        if key == "step":
+            continue
+        mine = state[key]._local_tensor if isinstance(state[key], ShardTensor) else state[key]
+        if key in local and key != "master":
+            mine.copy_(local[key].reshape(mine.shape) if mine.ndim == 1 else local[key])
+        elif key in ("exp_avg", "exp_avg_sq"):
+            mine.zero_()
+    if "master" in local and "remainder" not in local:
+        flat = local["master"]
+        engine.restore_master_of(slot, flat)
+
+
+def _local(engine: Engine, slot: int, value: Any, what: str) -> Tensor:
+    """This rank's slice of a saved value, [slice's numel] in storage order."""
+    slices = engine.gradients.slices[slot]
+    if isinstance(value, ShardTensor):
+        if not value.slices.same_as(slices):
+            raise ConfigError(
+                f"{what} was saved as slices for {len(value.slices.by_rank)} ranks or another "
+                "bucket size, which do not fit this optimizer: save it with "
+                "consolidate_state_dict() instead"
+            )
+        expected = slices.numels[engine.transport.rank]
+        if value._local_tensor.numel() != expected:
+            raise ConfigError(
+                f"{what} holds {value._local_tensor.numel()} elements, this rank's slice has "
+                f"{expected}: every rank must load the file that it saved itself"
+            )
+        return value._local_tensor
+    if isinstance(value, DTensor):
+        if not all(isinstance(placement, Replicate) for placement in value.placements):
+            raise ConfigError(
+                f"{what} is a DTensor with placements {value.placements}; loading never "
+                "communicates: pass its full_tensor()"
+            )
+        value = value.to_local()
+    if not isinstance(value, Tensor) or tuple(value.shape) != slices.shape:
+        came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ConfigError(f"{what} must have shape {slices.shape}, got {came}")
+    if not engine.transport.distributed:
+        return slices.flatten(value)
+    return slices.cut(slices.flatten(value), engine.transport.rank)

@@ -1,0 +1,104 @@
+"""The memory of a layout: flat tensors, views of slots and shards, communication buffers.
+
+Decides nothing about when; allocates, hands out views, and counts what is really held.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .layout import ArenaPlan, Layout
+
+__all__ = ["Arena", "BufferPool", "slot_view", "storage_nbytes"]
+
+
+class Arena:
+    """The flat memory of one arena on one rank.
+
+    Attributes:
+        plan: the arena's part of the layout.
+        parameters: [plan.numel], the storage whose views are the parameters.
+        gradients: [shard_numel] fp32, this rank's averaged gradients, or None before they exist.
+            Padding, and the runs of slots without a gradient, are zero.
+        state: field name -> [shard_numel] of the field's dtype.
+    """
+
+    def __init__(self, plan: ArenaPlan, layout: Layout, rank: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.shard_numel = plan.numel // layout.world_size
+        self.device = torch.device(plan.device)
+        self.parameters = self.allocate(plan.numel, plan.dtype)
+        self.gradients: Tensor | None = None
+        self.state: dict[str, Tensor] = {}
+
+    def allocate(self, numel: int, dtype: str) -> Tensor:
+        """A flat tensor of zeros on the arena's device."""
+        return torch.zeros(numel, dtype=getattr(torch, dtype), device=self.device)
+
+    def allocate_gradients(self) -> Tensor:
+        """The gradient shard; allocated the first time it is asked for."""
+        if self.gradients is None:
+            self.gradients = self.allocate(self.shard_numel, "float32")
+        return self.gradients
+
+    def bucket(self, index: int) -> Tensor:
+        """[bucket.numel] of the parameters."""
+        bucket = self.plan.buckets[index - self.plan.buckets[0].index]
+        return self.parameters[bucket.offset : bucket.offset + bucket.numel]
+
+    def parameter_shard(self, index: int) -> Tensor:
+        """[bucket.shard_numel] of the parameters, this rank's shard of a bucket."""
+        bucket = self.plan.buckets[index - self.plan.buckets[0].index]
+        start = bucket.offset + self.rank * bucket.shard_numel
+        return self.parameters[start : start + bucket.shard_numel]
+
+    def gather_shards(self) -> Tensor:
+        """[shard_numel] copy of this rank's shards of all buckets."""
+        shards = [self.parameter_shard(bucket.index) for bucket in self.plan.buckets]
+        return torch.cat(shards) if shards else self.parameters.new_empty(0)
+
+
+def slot_view(flat: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    """`flat` (one slot's elements in storage order) as a tensor of the parameter's shape."""
+    return flat.as_strided(shape, stride, flat.storage_offset())
+
+
+class BufferPool:
+    """Communication buffers: lent out, given back, reused by size, and released together."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        self._lent_nbytes = 0
+
+    def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat buffer with undefined content."""
+        free = self._free.get((numel, dtype, device))
+        buffer = free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
+        self._lent_nbytes += buffer.nbytes
+        return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Return a borrowed buffer whose last use has been waited for."""
+        self._lent_nbytes -= buffer.nbytes
+        self._free.setdefault((buffer.numel(), buffer.dtype, buffer.device), []).append(buffer)
+
+    def release(self) -> None:
+        """Let go of every buffer that is not lent out."""
+        self._free.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes lent out or kept for reuse."""
+        return self._lent_nbytes + sum(b.nbytes for free in self._free.values() for b in free)
+
+
+def storage_nbytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the storages behind `tensors`, each storage once."""
+    storages = {}
+    for tensor in tensors:
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr(), storage.device] = storage.nbytes()
+    return sum(storages.values())

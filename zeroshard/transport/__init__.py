@@ -1,0 +1,30 @@
+"""The wire: the only package that calls ``torch.distributed``. Knows no parameters.
+
+A transport reduces, gathers and agrees over the ranks of one shard axis. Every operation takes an
+`Op` that names it in errors and keeps apart messages that do not belong together.
+"""
+
+from .base import Done, Finish, Op, Part, Pending, Then, Transport
+from .compose import Replicated, WorldOfOne
+from .connect import connect
+from .gloo import Gloo
+from .nccl import Nccl
+from .observe import Checked, Counting, Delayed
+
+__all__ = [
+    "Checked",
+    "Counting",
+    "Delayed",
+    "Done",
+    "Finish",
+    "Gloo",
+    "Nccl",
+    "Op",
+    "Part",
+    "Pending",
+    "Replicated",
+    "Then",
+    "Transport",
+    "WorldOfOne",
+    "connect",
+]

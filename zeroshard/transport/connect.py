@@ -1,0 +1,83 @@
+"""From what the user gave as a mesh to a transport."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import ConfigError
+from .base import Transport
+from .compose import Replicated, WorldOfOne
+from .gloo import Gloo
+from .nccl import Nccl
+from .observe import Checked
+
+__all__ = ["connect"]
+
+
+def connect(mesh: DeviceMesh | dist.ProcessGroup | None, device: torch.device) -> Transport:
+    """The transport for parameters on `device`.
+
+    Args:
+        mesh: a DeviceMesh (1-D: shard; 2-D: replicate x shard), a process group, or None for the
+            default group. Without an initialised group, plain single-process training.
+        device: where the parameters are.
+
+    Raises:
+        ConfigError: WORLD_SIZE > 1 without a process group, or a mesh of more than two axes.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        world_size = os.environ.get("WORLD_SIZE", "1")
+        if mesh is not None:
+            raise ConfigError(
+                "mesh= needs an initialised process group: call "
+                "torch.distributed.init_process_group() first"
+            )
+        if world_size.isdigit() and int(world_size) > 1:
+            raise ConfigError(
+                f"WORLD_SIZE is {world_size} but torch.distributed is not initialised, so every "
+                "rank would train a model of its own: call "
+                "torch.distributed.init_process_group() before building the optimizer"
+            )
+        return WorldOfOne(distributed=False)
+    if mesh is None:
+        mesh = dist.group.WORLD
+    if isinstance(mesh, dist.ProcessGroup):
+        mesh = DeviceMesh.from_group(mesh, device.type)
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(
+            f"mesh must be a DeviceMesh, a ProcessGroup or None, got {type(mesh).__name__}"
+        )
+    if mesh.ndim == 1:
+        return _axis(mesh, device)
+    if mesh.ndim == 2:
+        shard, replicate = _axis(_sub(mesh, 1), device), _axis(_sub(mesh, 0), device)
+        return Replicated(shard, replicate, mesh)
+    raise ConfigError(
+        f"mesh must have one axis (shard) or two (replicate x shard), got {mesh.ndim}: "
+        "pass mesh['dp_replicate', 'dp_shard']"
+    )
+
+
+def _sub(mesh: DeviceMesh, axis: int) -> DeviceMesh:
+    if mesh.mesh_dim_names is not None:
+        return mesh[mesh.mesh_dim_names[axis]]
+    return DeviceMesh.from_group(mesh.get_group(axis), mesh.device_type)
+
+
+def _axis(mesh: DeviceMesh, device: torch.device) -> Transport:
+    group = mesh.get_group()
+    ranks = dist.get_process_group_ranks(group)
+    transport: Transport
+    if len(ranks) == 1:
+        return WorldOfOne(distributed=True, mesh=mesh)
+    if device.type == "cuda":
+        gather_group = dist.new_group(ranks, use_local_synchronization=True)
+        transport = Nccl(group, mesh, device, gather_group)
+    else:
+        transport = Gloo(group, mesh)
+    if os.environ.get("ZEROSHARD_DEBUG", "0") != "0":
+        timeout = group._get_backend(device).options._timeout
+        transport = Checked(transport, ranks, timeout)
+    return transport

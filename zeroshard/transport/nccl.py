@@ -1,0 +1,110 @@
+"""CUDA ranks: native collectives on streams of their own."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .base import Collective, Finish, Op, Part, Pending, Then, Works, sum_into
+
+# torch 2.13 renamed both collectives and warns about the old names; 2.11 has only those.
+_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _reduce_scatter(out: Tensor, bucket: Tensor, group: dist.ProcessGroup) -> None:
+    _reduce_scatter_tensor(out, bucket, op=dist.ReduceOp.SUM, group=group)
+
+
+def _all_gather(bucket: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
+    _all_gather_tensor(bucket, shard, group=group)
+
+
+class Nccl(Collective):
+    """CUDA ranks: native collectives, one communicator and one stream each for the two directions.
+
+    Also serves any other backend that has ``reduce_scatter`` and ``all_gather`` on flat tensors.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        mesh: DeviceMesh,
+        device: torch.device,
+        gather_group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(group, mesh)
+        self.device = device
+        self.gather_group = gather_group
+        with torch.cuda.device(device):
+            self.reduce_stream = torch.cuda.Stream()
+            self.gather_stream = torch.cuda.Stream()
+
+    def reduce(
+        self, parts: Sequence[Part], out: Tensor, *, op: Op, sum_dtype: torch.dtype, finish: Finish
+    ) -> Pending:
+        (part,) = parts  # direct_numel is None: the bucket is packed, padding included
+        bucket = part.tensor
+
+        def launch() -> list[Tensor]:
+            if bucket.dtype == sum_dtype:
+                summed = (
+                    out if bucket.dtype == out.dtype else torch.empty_like(out, dtype=sum_dtype)
+                )
+                _reduce_scatter(summed, bucket, self.group)
+                if summed is not out:
+                    out.copy_(summed)
+                finish(out)
+                return [summed]
+            arrived = self.buffers.borrow(bucket.numel(), bucket.dtype, bucket.device)
+            dist.all_to_all_single(arrived, bucket, group=self.group)
+            sum_into(list(arrived.chunk(self.world_size)), out, sum_dtype)
+            finish(out)
+            return [arrived]
+
+        pending, kept = self._on(self.reduce_stream, launch, keep=bucket)
+        borrowed = [t for t in kept if t.numel() == bucket.numel() and t is not bucket]
+        return Then(pending, lambda: [self.buffers.give_back(t) for t in borrowed] and None)
+
+    def gather(self, bucket: Tensor, *, op: Op) -> Pending:
+        shard = bucket.chunk(self.world_size)[self.rank]
+
+        def launch() -> list[Tensor]:
+            _all_gather(bucket, shard, self.gather_group)
+            return [bucket]
+
+        return self._on(self.gather_stream, launch, keep=bucket)[0]
+
+    def all_reduce(self, tensor: Tensor, kind: Literal["sum", "max"], *, op: Op) -> Pending:
+        # On the gather communicator: it is idle in backward, whereas launches on the other one
+        # may come before or after this one, depending on which gradients a rank has.
+        reduce_op = dist.ReduceOp.SUM if kind == "sum" else dist.ReduceOp.MAX
+        return Works([dist.all_reduce(tensor, reduce_op, self.gather_group, async_op=True)], op)
+
+    def _on(
+        self, stream: torch.cuda.Stream, launch: Callable[[], list[Tensor]], *, keep: Tensor
+    ) -> tuple[Pending, list[Tensor]]:
+        """Run `launch` on `stream`, after what the current stream has done so far."""
+        with torch.cuda.device(self.device):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                kept = launch()
+                event = torch.cuda.Event()
+                event.record(stream)
+        return _OnStream(event, [keep, *kept]), kept
+
+
+class _OnStream(Pending):
+    """Work on a side stream: waiting orders the current stream behind it, the host goes on."""
+
+    def __init__(self, event: torch.cuda.Event, keep: list[Tensor]) -> None:
+        self.event = event
+        self.keep = keep  # the side stream still uses these until the current one waits for it
+
+    def wait(self) -> None:
+        """Let the current stream wait for the event."""
+        torch.cuda.current_stream().wait_event(self.event)
+        self.keep = []

@@ -1,0 +1,228 @@
+"""AdamW on this rank's shards, in whatever format the state is kept. No communication.
+
+The arithmetic is torch's fused AdamW on fp32 values. A range handed to it ends where its slot ends
+and starts at a multiple of 256 elements, which makes the result bitwise that of the whole tensor.
+
+Source: Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .formats import Format
+from .layout import Layout
+from .storage import Arena
+from .triton_kernels.cast import join_master, split_master
+
+__all__ = ["Updater", "exact_master", "reread_master", "restore_master", "seed_master"]
+
+CHUNK = {"cpu": 32768}  # elements of fp32 master made at a time, so that it stays in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A slot's elements [start, stop) of this rank's flat shard, and where they are in a chunk."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A range of a bucket's shard that is updated together."""
+
+    start: int  # in the bucket's shard
+    stop: int
+    pieces: tuple[Piece, ...]
+
+
+def plan_chunks(layout: Layout, bucket: int, rank: int, chunk_numel: int) -> tuple[Chunk, ...]:
+    """Cut a bucket's shard into ranges of at most `chunk_numel` elements; padding is left out."""
+    plan = layout.buckets[bucket]
+    runs = [
+        run
+        for slot in layout.slots_of_bucket[bucket]
+        for run in layout.runs_of_slot[slot]
+        if run.bucket == bucket and run.rank == rank
+    ]
+    chunks = []
+    for start in range(0, plan.shard_numel, chunk_numel):
+        stop = min(start + chunk_numel, plan.shard_numel)
+        first, last = plan.shard_offset + start, plan.shard_offset + stop
+        pieces = tuple(
+            Piece(run.slot, max(run.shard_offset, first), min(run.shard_offset + run.numel, last))
+            for run in runs
+            if run.shard_offset < last and run.shard_offset + run.numel > first
+        )
+        if pieces:
+            chunks.append(Chunk(start, stop, pieces))
+    return tuple(chunks)
+
+
+class Updater:
+    """The update of one arena's shards on this rank.
+
+    Attributes:
+        steps: [slots] fp32, how many updates each slot has had; advanced by the caller.
+    """
+
+    def __init__(self, arena: Arena, layout: Layout, fmt: Format, steps: Sequence[Tensor]) -> None:
+        self.arena, self.layout, self.format, self.steps = arena, layout, fmt, steps
+        whole = max((bucket.shard_numel for bucket in arena.plan.buckets), default=1)
+        chunk_numel = whole if fmt.master == "param" else CHUNK.get(arena.device.type, whole)
+        self.chunks = {
+            bucket.index: plan_chunks(layout, bucket.index, arena.rank, chunk_numel)
+            for bucket in arena.plan.buckets
+        }
+        self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+
+    def update(
+        self,
+        bucket: int,
+        groups: Sequence[tuple[dict[str, Any], set[int]]],
+        found_inf: Tensor | None,
+    ) -> None:
+        """Update this rank's shard of a bucket, in place.
+
+        Args:
+            bucket: index of the bucket.
+            groups: torch param group and the slots of it that have a gradient.
+            found_inf: [1] fp32; where it is 1 nothing changes. None: always update.
+        """
+        shard = self.arena.parameter_shard(bucket)
+        masters = MASTERS[self.format.master]
+        for chunk in self.chunks[bucket]:
+            used = [
+                (group, [piece for piece in chunk.pieces if piece.slot in slots])
+                for group, slots in groups
+            ]
+            if not any(pieces for _, pieces in used):
+                continue
+            high = shard[chunk.start : chunk.stop]
+            offset = self.layout.buckets[bucket].shard_offset
+            state = {
+                name: flat[offset + chunk.start : offset + chunk.stop]
+                for name, flat in self.arena.state.items()
+            }
+            master = masters.load(high, state)
+            for group, pieces in used:
+                if pieces:
+                    self._adamw(group, pieces, master, offset + chunk.start, found_inf)
+            masters.store(master, high, state)
+
+    def _adamw(
+        self,
+        group: dict[str, Any],
+        pieces: Sequence[Piece],
+        master: Tensor,
+        offset: int,
+        found_inf: Tensor | None,
+    ) -> None:
+        views = [self._state_of(piece) for piece in pieces]
+        beta1, beta2 = group["betas"]
+        torch._fused_adamw_(
+            [master[piece.start - offset : piece.stop - offset] for piece in pieces],
+            [view[0] for view in views],
+            [view[1] for view in views],
+            [view[2] for view in views],
+            [],
+            [self.steps[piece.slot] for piece in pieces],
+            amsgrad=False,
+            lr=group["lr"],
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+            grad_scale=None,
+            found_inf=found_inf,
+        )
+
+    def _state_of(self, piece: Piece) -> tuple[Tensor, ...]:
+        """Gradient and moments of a piece; views are made once, the flat tensors live on."""
+        gradients = self.arena.gradients
+        assert gradients is not None
+        key = (piece.start, gradients.data_ptr())
+        views = self._views.get(key)
+        if views is None:
+            if self._views and next(iter(self._views))[1] != key[1]:
+                self._views.clear()  # the gradient shard was allocated anew
+            flats = (gradients, self.arena.state["exp_avg"], self.arena.state["exp_avg_sq"])
+            views = self._views[key] = tuple(flat[piece.start : piece.stop] for flat in flats)
+        return views
+
+
+@dataclass(frozen=True, slots=True)
+class Master:
+    """How an fp32 master is read from its format, and written back with the parameter."""
+
+    load: Callable[[Tensor, dict[str, Tensor]], Tensor]  # (parameter, state) -> [n] fp32
+    store: Callable[[Tensor, Tensor, dict[str, Tensor]], None]  # (master, parameter, state)
+
+
+def _load_split(high: Tensor, state: dict[str, Tensor]) -> Tensor:
+    master = torch.empty(high.numel(), device=high.device)
+    join_master(high, state["remainder"], master)
+    return master
+
+
+def _store_split(master: Tensor, high: Tensor, state: dict[str, Tensor]) -> None:
+    split_master(master, high, state["remainder"])
+
+
+def _store_cast(master: Tensor, parameter: Tensor, state: dict[str, Tensor]) -> None:
+    parameter.copy_(master)
+
+
+MASTERS = {
+    "param": Master(lambda parameter, state: parameter, lambda master, parameter, state: None),
+    "split": Master(_load_split, _store_split),
+    "fp32": Master(lambda parameter, state: state["master"], _store_cast),
+    "none": Master(lambda parameter, state: parameter.float(), _store_cast),
+}
+
+
+def seed_master(values: Tensor, parameter: Tensor, state: dict[str, Tensor], master: str) -> None:
+    """Start the masters from `values` [n] fp32 and give `parameter` [n] their rounding."""
+    if "master" in state:
+        state["master"].copy_(values)
+    MASTERS[master].store(values, parameter, state)
+
+
+def reread_master(parameter: Tensor, state: dict[str, Tensor]) -> None:
+    """Take over what was written to a parameter: the master keeps its lower bits only where the
+    parameter is still its rounding."""
+    if "remainder" in state:
+        state["remainder"].zero_()
+    if "master" in state:
+        master = state["master"]
+        kept = master.to(parameter.dtype) == parameter
+        master.copy_(torch.where(kept, master, parameter.float()))
+
+
+def exact_master(parameter: Tensor, state: dict[str, Tensor]) -> Tensor | None:
+    """[n] fp32 copy of the master where it says more than the parameter, else None."""
+    if "remainder" in state:
+        return _load_split(parameter, state)
+    return state["master"].clone() if "master" in state else None
+
+
+def restore_master(values: Tensor, parameter: Tensor, state: dict[str, Tensor]) -> None:
+    """Set masters to `values` [n] fp32, for a parameter that holds their rounding already.
+
+    Where it does not, the parameter was changed since and stands. A split master rounds ties away
+    from zero: of a parameter that was rounded to even from a tie it keeps the nearest value that
+    it can, one fp32 step beside.
+    """
+    if "master" in state:
+        rounded = values.to(parameter.dtype) == parameter
+        state["master"].copy_(torch.where(rounded, values, parameter.float()))
+    if "remainder" in state:
+        distance = values.view(torch.int32).long() - (parameter.float().view(torch.int32).long())
+        near = distance.abs() <= 32768
+        state["remainder"].copy_(torch.where(near, distance.clamp(-32768, 32767), 0))
