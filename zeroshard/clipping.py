@@ -1,5 +1,6 @@
 """Norms, the non-finite flag and the one small all-reduce of a step. Changes no parameter."""
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -12,7 +13,16 @@ from .storage import Arena
 from .transport import Op, Transport
 from .triton_kernels.norm import block_powers
 
-__all__ = ["GradientNorms", "clip_coefficient", "total_norm"]
+__all__ = [
+    "GradientNorms",
+    "SkipCounter",
+    "agree_on_flag",
+    "check_finite",
+    "clip_coefficient",
+    "total_norm",
+]
+
+logger = logging.getLogger(__name__)
 
 
 class GradientNorms:
@@ -80,7 +90,8 @@ def _version(tensor: Tensor | None) -> tuple[int, int]:
 
 def total_norm(norms: Tensor, p: float) -> Tensor:
     """[] the norm of all gradients from the norms of each, as torch.nn.utils.get_total_norm."""
-    return torch.linalg.vector_norm(norms, p)
+    norm: Tensor = torch.linalg.vector_norm(norms, p)
+    return norm
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -100,3 +111,29 @@ def agree_on_flag(found: Tensor, transport: Transport, step: int) -> Tensor:
     """[1] fp32: the flag of any rank."""
     transport.all_reduce(found, "max", op=Op("flags", round=step)).wait()
     return found
+
+
+class SkipCounter:
+    """Counts skipped steps on the device; says so one step later, without waiting for it."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros((), dtype=torch.int64)
+        self._host = torch.zeros((), dtype=torch.int64)
+        self._logged = 0
+
+    def add(self, found: Tensor) -> None:
+        """Count one step, skipped if `found` [1] is 1."""
+        self._log()
+        if self.total.device != found.device:
+            self.total = self.total.to(found.device)
+            self._host = self._host.pin_memory()
+        self.total += found[0].long()
+        self._host.copy_(self.total, non_blocking=True)
+
+    def _log(self) -> None:
+        skipped = int(self._host)
+        if skipped > self._logged:
+            self._logged = skipped
+            logger.warning(
+                "a step was skipped because a gradient was Inf or NaN (%d so far)", skipped
+            )

@@ -3,7 +3,6 @@
 One engine serves one optimizer; autograd's hooks keep it alive as long as the parameters live.
 """
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .clipping import agree_on_flag, check_finite, clip_coefficient, total_norm
-from .config import Options
+from .clipping import SkipCounter, agree_on_flag, check_finite, clip_coefficient, total_norm
+from .config import Options, Precision
 from .errors import ConfigError
 from .formats import Format, state_format, sum_dtype, wire_dtype
 from .gradients import Gradients
@@ -22,11 +21,10 @@ from .schedule import Action, Event, compile_schedule
 from .shard_tensor import ShardTensor
 from .storage import Arena, BufferPool, slot_view, storage_nbytes
 from .transport import Op, Pending, Transport
-from .update import Updater, exact_master, reread_master, restore_master, seed_master
+from .update import Updater, reread_master, seed_master
 
 __all__ = ["Engine", "engines_of"]
 
-logger = logging.getLogger(__name__)
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
@@ -50,7 +48,9 @@ class Engine:
         self.schedule = compile_schedule(options)
         self.pool = BufferPool()
         transport.buffers = self.pool
-        self.layout: Layout | None = None
+        self.layout = plan_layout(
+            (), world_size=transport.world_size, bucket_nbytes=options.bucket_nbytes
+        )
         self.arenas: list[Arena] = []
         self.formats: list[Format] = []
         self.updaters: list[Updater] = []
@@ -95,14 +95,7 @@ class Engine:
         ]
         for spec in specs:
             state_format(spec.dtype, self.options.precision)
-        if self.layout is None:
-            layout = plan_layout(
-                specs,
-                world_size=self.transport.world_size,
-                bucket_nbytes=self.options.bucket_nbytes,
-            )
-        else:
-            layout = self.layout.extend(specs)
+        layout = self.layout.extend(specs)
         _check_devices(layout)
         formats = [state_format(plan.dtype, self.options.precision) for plan in layout.arenas]
         self._compare_ranks({**description, **layout.describe()})
@@ -144,20 +137,13 @@ class Engine:
         steps[:first].copy_(self.steps)
         self.steps = steps
         for slot, view in enumerate(self.step_views):
-            view.set_(steps[slot])  # the user's state dict holds these objects
+            view.data = steps[slot]  # the user's state dict holds these objects
         self.step_views += [steps[slot] for slot in range(first, len(layout.slots))]
         self.updaters = [
             Updater(arena, layout, fmt, self.step_views)
             for arena, fmt in zip(self.arenas, self.formats, strict=True)
         ]
-        precision = self.options.precision
-        wires = [
-            (
-                _dtype(wire_dtype(a.plan.dtype, precision)),
-                _dtype(sum_dtype(a.plan.dtype, precision)),
-            )
-            for a in self.arenas
-        ]
+        wires = [_wires(arena.plan.dtype, self.options.precision) for arena in self.arenas]
         self.gradients.attach(layout, self.arenas, parameters, wires)
 
     def _fill(self, arena: Arena, fmt: Format, parameters: dict[int, nn.Parameter]) -> None:
@@ -214,10 +200,10 @@ class Engine:
             self.gradients.reduce(bucket)
 
     def _drain(self, bucket: int) -> None:
-        self._reduced(self.gradients.drain(self.schedule.in_flight))
+        self._reduced(self.gradients.reducer.drain(self.schedule.in_flight))
 
     def _wait(self, bucket: int) -> None:
-        self._reduced(self.gradients.drain(0))
+        self._reduced(self.gradients.reducer.drain(0))
         gathers, self.gathers = self.gathers, []
         for pending in gathers:
             pending.wait()
@@ -230,7 +216,6 @@ class Engine:
         self.pool.release()
 
     def _gather(self, bucket: int) -> None:
-        assert self.layout is not None
         with torch.profiler.record_function("zeroshard::gather"):
             arena = self.arenas[self.layout.buckets[bucket].arena]
             self.gathers.append(self.parameters.gather(bucket, arena, self.step_count))
@@ -251,27 +236,27 @@ class Engine:
         self.gradients.close()
         self.adopt_unfrozen()
         self._reread(self.parameters.check())
-        used, changed = self.gradients.collect()
+        used, flags_are_valid = self.gradients.collect()
         if not used:
             return
         self.step_count += 1
         self._clip(used)
-        self._found_inf = self._agree_to_skip(changed)
+        self._found_inf = self._agree_to_skip(flags_are_valid)
         self._advance(used)
         self._work = self._plan(used)
         self._execute(Event.STEP)
         self._work = []
         self.parameters.mark_written_by_us(used)
         if not self.transport.distributed or self.gradients.ddp_owns_gradients():
-            self.gradients.forget_shards()
+            self.gradients.free_copies()
 
     def _reread(self, written: Sequence[int]) -> None:
         """Masters of parameters that somebody else wrote to."""
         for slot in written:
-            for parameter, state in self._local_parts(slot):
+            for parameter, state in self.local_parts(slot):
                 reread_master(parameter, state)
 
-    def _local_parts(self, slot: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    def local_parts(self, slot: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
         """(parameter, state) of each of this rank's runs of a slot."""
         arena = self.arenas[self.layout.slots[slot].arena]
         parts = []
@@ -289,7 +274,7 @@ class Engine:
 
     def grad_norm(self, used: Sequence[int], p: float) -> Tensor:
         """[] fp32: the global p-norm of the gradients of `used`."""
-        norms = self.gradients.norms.norms(p)
+        norms = self.gradients.shards.norms.norms(p)
         return total_norm(norms if len(used) == len(norms) else norms[list(used)], p)
 
     def scale_gradients(self, norm: Tensor, max_norm: float) -> None:
@@ -299,11 +284,14 @@ class Engine:
             if arena.gradients is not None:
                 arena.gradients.mul_(coefficient)
 
-    def _agree_to_skip(self, changed: bool) -> Tensor | None:
+    def _agree_to_skip(self, flags_are_valid: bool) -> Tensor | None:
         """[1] fp32, 1 where any rank found an Inf or a NaN; None if such steps are not skipped."""
         if not self.options.skip_nonfinite:
             return None
-        found = check_finite(self.arenas) if changed else self.gradients.flags.amax().reshape(1)
+        if flags_are_valid:
+            found = self.gradients.reducer.flags.amax().reshape(1)
+        else:
+            found = check_finite(self.arenas)
         agree_on_flag(found, self.transport, self.step_count)
         self.skips.add(found)
         return found
@@ -372,37 +360,6 @@ class Engine:
         self._reread(slots)
         self.parameters.mark_written_by_us(slots)
 
-    def state_of(self, slot: int) -> dict[str, Any]:
-        """What optimizer.state holds for a parameter: step, moments, and what the format adds."""
-        arena = self.arenas[self.layout.slots[slot].arena]
-        start, stop = self.layout.local_range(slot, self.transport.rank)
-        state: dict[str, Any] = {"step": self.step_views[slot]}
-        slices = self.gradients.slices[slot]
-        for name, flat in arena.state.items():
-            local = flat[start:stop]
-            if self.transport.distributed:
-                state[name] = ShardTensor(local, slices, self.transport)
-            else:
-                state[name] = slot_view(local, slices.shape, slices.stride)
-        return state
-
-    def exact_master_of(self, slot: int) -> ShardTensor | None:
-        """The slot's fp32 master where it says more than the parameter."""
-        masters = [exact_master(parameter, state) for parameter, state in self._local_parts(slot)]
-        fmt = self.formats[self.layout.slots[slot].arena]
-        if fmt.master not in ("split", "fp32"):
-            return None
-        local = torch.cat([m for m in masters if m is not None] or [torch.empty(0)])
-        return ShardTensor(local, self.gradients.slices[slot], self.transport)
-
-    def restore_master_of(self, slot: int, local: Tensor) -> None:
-        """Set the slot's master from this rank's slice of it, [n] fp32."""
-        taken = 0
-        for parameter, state in self._local_parts(slot):
-            values = local[taken : taken + parameter.numel()].to(parameter.device, torch.float32)
-            restore_master(values, parameter, state)
-            taken += parameter.numel()
-
     def memory(self) -> dict[str, int]:
         """Bytes held on this rank, by category; each storage once."""
         by_category: dict[str, list[Tensor]] = {"master": [], "moments": []}
@@ -434,32 +391,6 @@ class Engine:
         _engines.discard(self)
 
 
-class SkipCounter:
-    """Counts skipped steps on the device; says so one step later, without waiting for it."""
-
-    def __init__(self) -> None:
-        self.total = torch.zeros((), dtype=torch.int64)
-        self._host = torch.zeros((), dtype=torch.int64)
-        self._logged = 0
-
-    def add(self, found: Tensor) -> None:
-        """Count one step, skipped if `found` [1] is 1."""
-        self._log()
-        if self.total.device != found.device:
-            self.total = self.total.to(found.device)
-            self._host = self._host.pin_memory()
-        self.total += found[0].long()
-        self._host.copy_(self.total, non_blocking=True)
-
-    def _log(self) -> None:
-        skipped = int(self._host)
-        if skipped > self._logged:
-            self._logged = skipped
-            logger.warning(
-                "a step was skipped because a gradient was Inf or NaN (%d so far)", skipped
-            )
-
-
 ACTIONS = {
     Action.REDUCE: Engine._reduce,
     Action.DRAIN: Engine._drain,
@@ -468,6 +399,11 @@ ACTIONS = {
     Action.UPDATE: Engine._update,
     Action.GATHER: Engine._gather,
 }
+
+
+def _wires(dtype: str, precision: Precision) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of gradients on the wire and of their sum."""
+    return _dtype(wire_dtype(dtype, precision)), _dtype(sum_dtype(dtype, precision))
 
 
 def _dtype(name: str) -> torch.dtype:

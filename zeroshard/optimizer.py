@@ -15,7 +15,7 @@ from .config import Options, Precision
 from .engine import Engine
 from .errors import ConfigError, GradientError
 from .parameters import owners_of
-from .state import check_groups, consolidate, load_slot
+from .state import check_groups, consolidate, load_slot, state_of
 from .transport import connect
 from .wrappers import DDPWatch, unwrap
 
@@ -147,11 +147,11 @@ class AdamW(torch.optim.Optimizer):
         if engine.transport.distributed:
             engine.gradients.ddp_owns_gradients = DDPGuard(engine)
 
-    def _show_state(self, parameters: Iterable[Tensor]) -> None:
+    def _show_state(self, parameters: Iterable[nn.Parameter]) -> None:
         engine = self._engine
         if engine is not None:
             for parameter in parameters:
-                self.state[parameter] = engine.state_of(engine.slot_of[parameter])
+                self.state[parameter] = state_of(engine, engine.slot_of[parameter])
 
     @property
     def engine(self) -> Engine:
@@ -163,7 +163,7 @@ class AdamW(torch.optim.Optimizer):
     # --- what torch.optim.Optimizer has
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient.
 
         Args:

@@ -115,7 +115,7 @@ class ShardTensor(DTensor):
     siblings: Siblings | None
 
     @staticmethod
-    def __new__(  # type: ignore[override]
+    def __new__(
         cls,
         local: Tensor,
         slices: Slices,
@@ -144,20 +144,20 @@ class ShardTensor(DTensor):
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"ShardTensor(shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"local={self._local_tensor.numel()} of {self.slices.numel} elements)"
         )
 
-    def to_local(self, *, grad_placements: object = None) -> Tensor:  # type: ignore[override]
+    def to_local(self, *, grad_placements: object = None) -> Tensor:
         """[slice's numel] this rank's elements in storage order, sharing memory. No communication.
 
         The storage order is that of the parameter: row-major unless its strides say otherwise.
         """
         return self._local_tensor
 
-    def full_tensor(self, *, grad_placements: object = None) -> Tensor:  # type: ignore[override]
+    def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """The whole tensor, gathered from all ranks: every rank must call it. Never a view."""
         transport = self._connected("full_tensor()")
         flat = self._local_tensor.new_empty(self.slices.numel)
@@ -200,7 +200,7 @@ class ShardTensor(DTensor):
         return ShardTensor(local, self.slices, self.transport)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,

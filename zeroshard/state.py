@@ -13,8 +13,43 @@ from torch.distributed.tensor import DTensor, Replicate
 from .engine import Engine
 from .errors import ConfigError
 from .shard_tensor import ShardTensor
+from .storage import slot_view
+from .update import exact_master, restore_master
 
-__all__ = ["check_groups", "consolidate", "load_slot"]
+__all__ = ["check_groups", "consolidate", "load_slot", "state_of"]
+
+
+def state_of(engine: Engine, slot: int) -> dict[str, Any]:
+    """What optimizer.state holds for a parameter: step, moments, and what the format adds."""
+    arena = engine.arenas[engine.layout.slots[slot].arena]
+    start, stop = engine.layout.local_range(slot, engine.transport.rank)
+    state: dict[str, Any] = {"step": engine.step_views[slot]}
+    slices = engine.gradients.shards.slices[slot]
+    for name, flat in arena.state.items():
+        local = flat[start:stop]
+        if engine.transport.distributed:
+            state[name] = ShardTensor(local, slices, engine.transport)
+        else:
+            state[name] = slot_view(local, slices.shape, slices.stride)
+    return state
+
+
+def master_of(engine: Engine, slot: int) -> ShardTensor | None:
+    """The slot's fp32 master where it says more than the parameter."""
+    masters = [exact_master(parameter, state) for parameter, state in engine.local_parts(slot)]
+    if engine.formats[engine.layout.slots[slot].arena].master not in ("split", "fp32"):
+        return None
+    local = torch.cat([master for master in masters if master is not None] or [torch.empty(0)])
+    return ShardTensor(local, engine.gradients.shards.slices[slot], engine.transport)
+
+
+def _set_master(engine: Engine, slot: int, local: Tensor) -> None:
+    """Set the slot's master from this rank's slice of it, [n] fp32."""
+    taken = 0
+    for parameter, state in engine.local_parts(slot):
+        values = local[taken : taken + parameter.numel()].to(parameter.device, torch.float32)
+        restore_master(values, parameter, state)
+        taken += parameter.numel()
 
 
 def consolidate(engine: Engine, parameters: Sequence[Any], to: int) -> dict[int, dict[str, Any]]:
@@ -34,11 +69,11 @@ def consolidate(engine: Engine, parameters: Sequence[Any], to: int) -> dict[int,
         slot = engine.slot_of.get(parameter)
         if slot is None:
             continue
-        state = engine.state_of(slot)
+        state = state_of(engine, slot)
         entry = {"step": state["step"].detach().cpu().clone()}
         for name in ("exp_avg", "exp_avg_sq"):
             entry[name] = _whole(state[name])
-        master = engine.exact_master_of(slot)
+        master = master_of(engine, slot)
         if master is not None:
             entry["master"] = _whole(master)
         if engine.transport.rank == to:
@@ -71,7 +106,7 @@ def load_slot(engine: Engine, slot: int, saved: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: a tensor that does not fit, before anything was changed for this parameter.
     """
-    state = engine.state_of(slot)
+    state = state_of(engine, slot)
     name = engine.parameters.names[slot]
     local = {
         key: _local(engine, slot, saved[key], f"{key} of {name!r}")
@@ -89,13 +124,12 @@ def load_slot(engine: Engine, slot: int, saved: Mapping[str, Any]) -> None:
         elif key in ("exp_avg", "exp_avg_sq"):
             mine.zero_()
     if "master" in local and "remainder" not in local:
-        flat = local["master"]
-        engine.restore_master_of(slot, flat)
+        _set_master(engine, slot, local["master"].reshape(-1))
 
 
 def _local(engine: Engine, slot: int, value: Any, what: str) -> Tensor:
     """This rank's slice of a saved value, [slice's numel] in storage order."""
-    slices = engine.gradients.slices[slot]
+    slices = engine.gradients.shards.slices[slot]
     if isinstance(value, ShardTensor):
         if not value.slices.same_as(slices):
             raise ConfigError(

@@ -55,7 +55,7 @@ class Replicated(Transport):
         self.direct_numel = inner.direct_numel
 
     @property
-    def buffers(self) -> Any:  # type: ignore[override]
+    def buffers(self) -> Any:
         """The inner transport's buffers."""
         return self.inner.buffers
 

@@ -67,7 +67,12 @@ class Nccl(Collective):
 
         pending, kept = self._on(self.reduce_stream, launch, keep=bucket)
         borrowed = [t for t in kept if t.numel() == bucket.numel() and t is not bucket]
-        return Then(pending, lambda: [self.buffers.give_back(t) for t in borrowed] and None)
+
+        def give_back() -> None:
+            for tensor in borrowed:
+                self.buffers.give_back(tensor)
+
+        return Then(pending, give_back)
 
     def gather(self, bucket: Tensor, *, op: Op) -> Pending:
         shard = bucket.chunk(self.world_size)[self.rank]

@@ -32,7 +32,7 @@ class Around(Transport):
         self.direct_numel, self.mesh = inner.direct_numel, inner.mesh
 
     @property
-    def buffers(self) -> Any:  # type: ignore[override]
+    def buffers(self) -> Any:
         """The inner transport's buffers."""
         return self.inner.buffers
 
@@ -138,7 +138,7 @@ class Checked(Around):
         self.sequence = 0
         store = dist.distributed_c10d._get_default_store()
         name = "zeroshard-check-" + "-".join(map(str, self.ranks))
-        self.store = dist.PrefixStore(f"{name}-{_instance(name)}", store)
+        self.store = torch._C._distributed_c10d.PrefixStore(f"{name}-{_instance(name)}", store)
 
     def _run(self, op: Op, call: Callable[[], Pending], nbytes: int) -> Pending:
         self._agree(f"{op}, {nbytes} bytes")
