@@ -90,17 +90,22 @@ class Counting(Around):
 
 
 class Delayed(Around):
-    """Every operation happens late: after a random pause, on another thread, one after the other.
+    """Every operation happens late: after a random pause, on another thread.
 
     What reads a result without waiting for it therefore reads the old one, and what changes an
-    input before the operation is over sends the changed one.
+    input before the operation is over sends the changed one. Reductions, gathers and the small
+    operations each have a thread, so that waiting for one kind does not wait for another; within a
+    kind the order is kept, as collectives need. Wrap one axis, not a `Replicated`.
     """
 
     def __init__(self, inner: Transport, seed: int, longest_s: float = 0.004) -> None:
         super().__init__(inner)
         self.random = random.Random(seed)
         self.longest_s = longest_s
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zeroshard-delayed")
+        self.threads = {
+            kind: ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"zeroshard-delayed-{kind}")
+            for kind in ("reduce", "gather", "small")
+        }
 
     def _run(self, op: Op, call: Callable[[], Pending], nbytes: int) -> Pending:
         before, inside, after = (self.random.uniform(0, self.longest_s) for _ in range(3))
@@ -112,7 +117,8 @@ class Delayed(Around):
             pending.wait()
             time.sleep(after)
 
-        return _Late(self.thread.submit(late))
+        kind = op.phase if op.phase in self.threads else "small"
+        return _Late(self.threads[kind].submit(late))
 
 
 class _Late(Pending):

@@ -1,0 +1,50 @@
+"""The stages as tables: what each of them does, and what tells them apart."""
+
+import subprocess
+import sys
+
+import pytest
+
+from zeroshard.config import Options
+from zeroshard.schedule import Action, Event, compile_schedule, describe
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_every_bucket_is_reduced_once_and_gathered_once(stage):
+    table = compile_schedule(Options(stage=stage)).table
+    actions = [action for row in table.values() for action in row]
+    assert actions.count(Action.REDUCE) == 1
+    assert actions.count(Action.GATHER) == 1
+    assert actions.count(Action.UPDATE) == 1
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_everything_is_waited_for_before_backward_and_step_return(stage):
+    schedule = compile_schedule(Options(stage=stage))
+    assert Action.WAIT in schedule.actions(Event.BACKWARD_END)
+    assert schedule.actions(Event.STEP)[-1] is Action.WAIT
+
+
+def test_only_stage_2_lets_go_during_backward():
+    first, second = (compile_schedule(Options(stage=stage)) for stage in (1, 2))
+    assert Action.DRAIN not in first.actions(Event.GRAD_READY)
+    assert Action.DRAIN in second.actions(Event.GRAD_READY)
+    assert Action.RELEASE not in first.actions(Event.BACKWARD_END)
+    assert second.actions(Event.BACKWARD_END)[-1] is Action.RELEASE
+
+
+def test_every_event_has_a_row():
+    for stage in (1, 2):
+        assert set(compile_schedule(Options(stage=stage)).table) == set(Event)
+
+
+def test_the_table_prints():
+    printed = subprocess.run(
+        [sys.executable, "-m", "zeroshard.schedule"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stdout
+    assert describe(Options(stage=1)) in printed
+    assert "GRAD_READY(bucket)     reduce, drain" in printed
