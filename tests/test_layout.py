@@ -1,5 +1,7 @@
 """The layout's promises, as properties of every plan."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,7 +79,7 @@ def test_a_slot_is_one_range_of_every_ranks_flat_shard(layout):
             mine = [run for run in runs if run.rank == rank]
             start, stop = layout.local_range(slot.index, rank)
             assert stop - start == sum(run.numel for run in mine)
-            for before, after in zip(mine, mine[1:], strict=False):
+            for before, after in itertools.pairwise(mine):
                 assert before.shard_offset + before.numel == after.shard_offset
 
 
@@ -107,7 +109,7 @@ def test_segments_cover_every_slot_of_a_bucket_once(layout, direct_numel):
         segments = layout.segments(bucket.index, direct_numel)
         named = [slot for segment in segments for slot in segment.slots]
         assert named == list(layout.slots_of_bucket[bucket.index])
-        for before, after in zip(segments, segments[1:], strict=False):
+        for before, after in itertools.pairwise(segments):
             assert before.stop <= after.start
         for segment in segments:
             assert segment.direct == (

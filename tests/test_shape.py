@@ -15,6 +15,7 @@ LAYERS = [
     ["config"],
     ["layout", "formats", "schedule"],
     ["transport", "triton_kernels", "storage", "wrappers"],
+    ["shard_reductions"],
     ["shard_tensor"],
     ["update", "clipping", "parameters"],
     ["gradient_shards", "autograd_hooks"],

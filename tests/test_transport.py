@@ -1,6 +1,7 @@
 """The wire: counted, sized, delayed, checked."""
 
 import datetime
+import itertools
 import time
 
 import pytest
@@ -25,6 +26,7 @@ from zeroshard.transport import (
     WorldOfOne,
     connect,
 )
+from zeroshard.transport.breadcrumbs import Breadcrumbs
 
 
 def around(wrap):
@@ -43,7 +45,7 @@ def around(wrap):
 
 
 def cut(flat, edges):
-    return [Part(a, flat[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    return [Part(a, flat[a:b]) for a, b in itertools.pairwise(edges)]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -307,3 +309,15 @@ def test_messages_of_other_operations_never_meet():
             transport.gather(torch.zeros(numel), op=Op("gather", bucket=rank)).wait()
 
     run(body, 2)
+
+
+def test_a_stuck_operation_is_logged_before_the_watchdog_ends_the_process(caplog):
+    breadcrumbs = Breadcrumbs(timeout_s=0.4)
+    breadcrumbs.watch(Op("reduce", bucket=1, round=2), lambda: True)
+    breadcrumbs.watch(Op("gather", bucket=3, round=2), lambda: False)
+    deadline = time.monotonic() + 5
+    while not caplog.records and time.monotonic() < deadline:
+        time.sleep(0.02)
+    (record,) = caplog.records
+    assert "gather of bucket 3 (step 2)" in record.getMessage()
+    breadcrumbs._thread and breadcrumbs._thread.join(5)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .layout import BLOCK, Layout
-from .shard_tensor import ShardTensor, combine_powers, finish_norms
+from .shard_reductions import combine_powers, finish_norms
+from .shard_tensor import ShardTensor
 from .storage import Arena
 from .transport import Op, Transport
 from .triton_kernels.norm import block_powers

@@ -17,7 +17,7 @@ from .errors import ConfigError, GradientError
 from .parameters import owners_of
 from .state import check_groups, consolidate, load_slot, state_of
 from .transport import connect
-from .wrappers import DDPWatch, unwrap
+from .wrappers import DDPGuard, unwrap
 
 __all__ = ["AdamW"]
 
@@ -104,9 +104,11 @@ class AdamW(torch.optim.Optimizer):
             )
         if isinstance(params, nn.Module):
             model, params = params, params.parameters()
-        # torch's own defaults, so that state dicts and schedulers see the keys they know.
+        # torch's own keys, so that state dicts, schedulers and other optimizers find them.
+        plain = torch.optim.AdamW([torch.empty(0)], betas=betas, eps=eps).defaults
         defaults = dict(
-            torch.optim.AdamW([torch.empty(0)], lr=lr, betas=betas, eps=eps).defaults,
+            plain,
+            lr=lr,
             weight_decay=weight_decay,
             amsgrad=amsgrad,
             maximize=maximize,
@@ -145,7 +147,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _watch_ddp(self, engine: Engine) -> None:
         if engine.transport.distributed:
-            engine.gradients.ddp_owns_gradients = DDPGuard(engine)
+            engine.gradients.ddp_owns_gradients = DDPGuard(engine.slot_of)
 
     def _show_state(self, parameters: Iterable[nn.Parameter]) -> None:
         engine = self._engine
@@ -345,32 +347,6 @@ class AdamW(torch.optim.Optimizer):
             self._engine.close()
             self._engine = None
             self.state.clear()
-
-
-class DDPGuard:
-    """Answers, cheaply and at every gradient, whether a live DDP averages them already."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.watch = DDPWatch()
-        self.parameters = engine.slot_of
-        self.seen: tuple[int, int] = (-1, -1)
-        self.answer = False
-        self.warned = False
-
-    def __call__(self) -> bool:
-        now = (self.watch.generation, self.watch.count())
-        if now != self.seen:
-            self.seen = now
-            self.answer = self.watch.wraps(self.parameters)
-            if self.answer and not self.warned:
-                self.warned = True
-                warnings.warn(
-                    "the model is wrapped in DistributedDataParallel, which averages and keeps "
-                    "full gradients: only optimizer state is sharded. Remove the wrapper, and "
-                    "zeroshard reduces and shards the gradients itself",
-                    stacklevel=2,
-                )
-        return self.answer
 
 
 def _check_group(group: dict[str, Any]) -> None:

@@ -6,10 +6,10 @@ communicate), everything else refuses.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from .errors import ShardTensorError
 from .layout import Layout
+from .shard_reductions import REDUCTIONS, connected, refusal
 from .transport import Op, Transport
-from .triton_kernels.norm import block_powers
 
 __all__ = ["RaggedShard", "ShardTensor", "Slices"]
 
@@ -159,7 +158,7 @@ class ShardTensor(DTensor):
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """The whole tensor, gathered from all ranks: every rank must call it. Never a view."""
-        transport = self._connected("full_tensor()")
+        transport = connected(self, "full_tensor()")
         flat = self._local_tensor.new_empty(self.slices.numel)
         longest = max(self.slices.numels, default=0)
         if longest:
@@ -176,7 +175,7 @@ class ShardTensor(DTensor):
 
     def redistribute(self, *args: object, **kwargs: object) -> Any:
         """Refused: a ragged slice has no other placement."""
-        raise _refusal("redistribute")
+        raise refusal("redistribute")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardTensor":
         return ShardTensor(self._local_tensor.clone(), self.slices, self.transport)
@@ -186,14 +185,6 @@ class ShardTensor(DTensor):
         rank = self.transport.rank if self.transport is not None else 0
         slices = (self.slices.shape, self.slices.stride, self.slices.by_rank)
         return (_unpickle, (self._local_tensor.detach().clone(), slices, rank))
-
-    def _connected(self, what: str) -> Transport:
-        if self.transport is None:
-            raise ShardTensorError(
-                f"{what} needs the other ranks, but this ShardTensor was loaded from a file: "
-                "give it to load_state_dict() of the optimizer first"
-            )
-        return self.transport
 
     def like(self, local: Tensor) -> "ShardTensor":
         """A ShardTensor of the same slices around another local tensor."""
@@ -218,18 +209,11 @@ class ShardTensor(DTensor):
             return _unscale(*args)
         if _is_elementwise(func):
             return _elementwise(func, args, kwargs)
-        raise _refusal(packet.__name__)
+        raise refusal(packet.__name__)
 
 
 def _unpickle(local: Tensor, slices: tuple[Any, Any, Any], rank: int) -> ShardTensor:
     return ShardTensor(local, Slices(*slices), None)
-
-
-def _refusal(what: str) -> ShardTensorError:
-    return ShardTensorError(
-        f"{what}: this rank holds only a slice of the tensor, which cannot answer that rightly. "
-        "Call .full_tensor() on every rank for the whole tensor, or .to_local() for the slice"
-    )
 
 
 # Elementwise in effect although torch does not tag them as pointwise.
@@ -268,14 +252,14 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             if position == len(leaders):
                 leaders.append(value)
             elif not value.slices.same_as(leaders[position].slices):
-                raise _refusal(f"{func.overloadpacket.__name__} of tensors with other slices")
+                raise refusal(f"{func.overloadpacket.__name__} of tensors with other slices")
             return value._local_tensor
         if isinstance(value, (list, tuple)):
             return type(value)(
                 local(entry, number if in_lists else position) for number, entry in enumerate(value)
             )
         if isinstance(value, Tensor) and value.ndim > 0:
-            raise _refusal(f"{func.overloadpacket.__name__} with a plain tensor")
+            raise refusal(f"{func.overloadpacket.__name__} with a plain tensor")
         return value
 
     local_args = tuple(local(arg, 0) for arg in args)
@@ -294,146 +278,5 @@ def _unscale(grads: Sequence[ShardTensor], found_inf: Tensor, inv_scale: Tensor)
     """GradScaler's check, with a flag that every rank agrees on."""
     locals_ = [grad._local_tensor for grad in grads]
     aten._amp_foreach_non_finite_check_and_unscale_(locals_, found_inf, inv_scale)
-    transport = grads[0]._connected("GradScaler.unscale_()")
+    transport = connected(grads[0], "GradScaler.unscale_()")
     transport.all_reduce(found_inf, "max", op=Op("found_inf")).wait()
-
-
-# --- full reductions: a local part, one small all-reduce, the same plain result on every rank
-
-
-def _agree(tensor: ShardTensor, part: Tensor, kind: Literal["sum", "max"], what: str) -> Tensor:
-    transport = tensor._connected(what)
-    transport.all_reduce(part, kind, op=Op(what)).wait()
-    return part
-
-
-def _whole(x: ShardTensor, dim: Any, keepdim: bool, what: str) -> None:
-    """Refuse a reduction over some dimensions only."""
-    dims = [dim] if isinstance(dim, int) else dim
-    if keepdim or (dims and sorted(d % max(x.ndim, 1) for d in dims) != list(range(x.ndim))):
-        raise _refusal(f"{what} over a dimension")
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype.is_floating_point else torch.int64
-
-
-def _sum(x: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    _whole(x, dim, keepdim, "sum")
-    local = x._local_tensor
-    wide = _wide(dtype or x.dtype)
-    total = _agree(x, local.sum(dtype=wide), "sum", "sum")
-    return total.to(dtype or (x.dtype if x.dtype.is_floating_point else torch.int64))
-
-
-def _mean(x: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    _whole(x, dim, keepdim, "mean")
-    total = _agree(x, x._local_tensor.sum(dtype=torch.float64), "sum", "mean")
-    return (total / x.slices.numel).to(dtype or x.dtype)
-
-
-def _vector_norm(
-    x: ShardTensor,
-    ord: float = 2,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: Any = None,
-) -> Tensor:
-    _whole(x, dim, keepdim, "norm")
-    p = float(ord)
-    norm = x.siblings.norm(x, p) if x.siblings is not None else norm_of([x], p)[0]
-    return norm.to(dtype or x.dtype)
-
-
-def _norm(x: ShardTensor, p: Any = 2, dim: Any = None, keepdim: bool = False, **kw: Any) -> Tensor:
-    return _vector_norm(x, 2 if p is None else p, dim, keepdim, **kw)
-
-
-def _foreach_norm(
-    tensors: Sequence[ShardTensor], ord: float = 2, dtype: Any = None
-) -> list[Tensor]:
-    return [_vector_norm(x, ord, dtype=dtype) for x in tensors]
-
-
-def norm_of(tensors: Sequence[ShardTensor], p: float) -> Tensor:
-    """[len(tensors)] fp32 p-norms of whole tensors, the same on every rank, by one all-reduce."""
-    locals_ = [x._local_tensor.float() for x in tensors]
-    parts = torch.stack([combine_powers(block_powers(local, p), p) for local in locals_])
-    return finish_norms(parts, p, tensors[0]._connected("norm"))
-
-
-def combine_powers(powers: Tensor, p: float) -> Tensor:
-    """[] fp64: sum (or largest, least) of the blocks' powers; the neutral element for no block."""
-    if p == math.inf:
-        return powers.amax() if powers.numel() else powers.new_zeros(())
-    if p == -math.inf:
-        return powers.amin() if powers.numel() else powers.new_full((), math.inf)
-    return powers.sum()
-
-
-def finish_norms(parts: Tensor, p: float, transport: Transport) -> Tensor:
-    """[n] fp64 parts of each rank -> [n] fp32 norms, rounded once."""
-    if p == -math.inf:
-        parts = -_max_with_nan(-parts, transport)
-    elif p == math.inf:
-        parts = _max_with_nan(parts, transport)
-    else:
-        transport.all_reduce(parts, "sum", op=Op("norm")).wait()
-        if p != 0:
-            parts = parts.sqrt() if p == 2 else parts.pow(1 / p)
-    return parts.float()
-
-
-def _max_with_nan(parts: Tensor, transport: Transport) -> Tensor:
-    """A maximum over ranks that keeps a NaN, which a backend's own maximum may drop."""
-    nans = parts.isnan().double()
-    both = torch.stack([parts.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf), nans])
-    transport.all_reduce(both, "max", op=Op("norm")).wait()
-    return torch.where(both[1] > 0, math.nan, both[0])
-
-
-def _extreme(sign: int) -> Callable[..., Tensor]:
-    what = "max" if sign > 0 else "min"
-
-    def extreme(x: ShardTensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-        _whole(x, dim, keepdim, what)
-        local = x._local_tensor
-        least = torch.full((), -math.inf, dtype=torch.float64, device=local.device)
-        part = (sign * local.double()).amax() if local.numel() else least
-        found = sign * _max_with_nan(part, x._connected(what))
-        return found.to(x.dtype)
-
-    return extreme
-
-
-def _all(x: ShardTensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    _whole(x, dim, keepdim, "all")
-    failed = (~x._local_tensor.bool()).any().to(torch.uint8)
-    return _agree(x, failed, "max", "all") == 0
-
-
-def _any(x: ShardTensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    _whole(x, dim, keepdim, "any")
-    return _agree(x, x._local_tensor.bool().any().to(torch.uint8), "max", "any") != 0
-
-
-def _count_nonzero(x: ShardTensor, dim: Any = None) -> Tensor:
-    _whole(x, dim, False, "count_nonzero")
-    return _agree(x, x._local_tensor.count_nonzero(), "sum", "count_nonzero")
-
-
-REDUCTIONS: dict[Any, Callable[..., Any]] = {
-    aten.sum: _sum,
-    aten.mean: _mean,
-    aten.linalg_vector_norm: _vector_norm,
-    aten.norm: _norm,
-    aten._foreach_norm: _foreach_norm,
-    aten.max: _extreme(+1),
-    aten.amax: _extreme(+1),
-    aten.min: _extreme(-1),
-    aten.amin: _extreme(-1),
-    aten.all: _all,
-    aten.any: _any,
-    aten.count_nonzero: _count_nonzero,
-}

@@ -5,15 +5,16 @@ average zeros. So where a DDP wraps the model its gradients are left alone.
 """
 
 import gc
+import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch.nn as nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["DDPWatch", "unwrap"]
+__all__ = ["DDPGuard", "DDPWatch", "unwrap"]
 
 
 class DDPWatch:
@@ -55,6 +56,32 @@ class DDPWatch:
     def close(self) -> None:
         """Stop watching."""
         self._finalizer()
+
+
+class DDPGuard:
+    """Answers, cheaply and at every gradient, whether a live DDP averages them already."""
+
+    def __init__(self, parameters: Collection[nn.Parameter]) -> None:
+        self.watch = DDPWatch()
+        self.parameters = parameters
+        self.seen: tuple[int, int] = (-1, -1)
+        self.answer = False
+        self.warned = False
+
+    def __call__(self) -> bool:
+        now = (self.watch.generation, self.watch.count())
+        if now != self.seen:
+            self.seen = now
+            self.answer = self.watch.wraps(self.parameters)
+            if self.answer and not self.warned:
+                self.warned = True
+                warnings.warn(
+                    "the model is wrapped in DistributedDataParallel, which averages and keeps "
+                    "full gradients: only optimizer state is sharded. Remove the wrapper, and "
+                    "zeroshard reduces and shards the gradients itself",
+                    stacklevel=2,
+                )
+        return self.answer
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .base import Collective, Finish, Op, Part, Pending, Then, Works, sum_into
+from .breadcrumbs import Breadcrumbs
 
 # torch 2.13 renamed both collectives and warns about the old names; 2.11 has only those.
 _reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -39,6 +40,8 @@ class Nccl(Collective):
         super().__init__(group, mesh)
         self.device = device
         self.gather_group = gather_group
+        timeout = group._get_backend(device).options._timeout
+        self.breadcrumbs = Breadcrumbs(timeout.total_seconds())
         with torch.cuda.device(device):
             self.reduce_stream = torch.cuda.Stream()
             self.gather_stream = torch.cuda.Stream()
@@ -65,7 +68,7 @@ class Nccl(Collective):
             finish(out)
             return [arrived]
 
-        pending, kept = self._on(self.reduce_stream, launch, keep=bucket)
+        pending, kept = self._on(self.reduce_stream, launch, op=op, keep=bucket)
         borrowed = [t for t in kept if t.numel() == bucket.numel() and t is not bucket]
 
         def give_back() -> None:
@@ -81,16 +84,18 @@ class Nccl(Collective):
             _all_gather(bucket, shard, self.gather_group)
             return [bucket]
 
-        return self._on(self.gather_stream, launch, keep=bucket)[0]
+        return self._on(self.gather_stream, launch, op=op, keep=bucket)[0]
 
     def all_reduce(self, tensor: Tensor, kind: Literal["sum", "max"], *, op: Op) -> Pending:
         # On the gather communicator: it is idle in backward, whereas launches on the other one
         # may come before or after this one, depending on which gradients a rank has.
         reduce_op = dist.ReduceOp.SUM if kind == "sum" else dist.ReduceOp.MAX
-        return Works([dist.all_reduce(tensor, reduce_op, self.gather_group, async_op=True)], op)
+        work = dist.all_reduce(tensor, reduce_op, self.gather_group, async_op=True)
+        self.breadcrumbs.watch(op, work.is_completed)
+        return Works([work], op)
 
     def _on(
-        self, stream: torch.cuda.Stream, launch: Callable[[], list[Tensor]], *, keep: Tensor
+        self, stream: torch.cuda.Stream, launch: Callable[[], list[Tensor]], *, op: Op, keep: Tensor
     ) -> tuple[Pending, list[Tensor]]:
         """Run `launch` on `stream`, after what the current stream has done so far."""
         with torch.cuda.device(self.device):
@@ -99,6 +104,7 @@ class Nccl(Collective):
                 kept = launch()
                 event = torch.cuda.Event()
                 event.record(stream)
+        self.breadcrumbs.watch(op, event.query)
         return _OnStream(event, [keep, *kept]), kept
 
 
