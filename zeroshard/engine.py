@@ -279,10 +279,7 @@ class Engine:
 
     def scale_gradients(self, norm: Tensor, max_norm: float) -> None:
         """Clip: scale the gradient shards, whose global norm is `norm`, to at most `max_norm`."""
-        coefficient = clip_coefficient(norm, max_norm)
-        for arena in self.arenas:
-            if arena.gradients is not None:
-                arena.gradients.mul_(coefficient)
+        self.gradients.scale(clip_coefficient(norm, max_norm))
 
     def _agree_to_skip(self, flags_are_valid: bool) -> Tensor | None:
         """[1] fp32, 1 where any rank found an Inf or a NaN; None if such steps are not skipped."""

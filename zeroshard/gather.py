@@ -41,7 +41,7 @@ def gather(
     if not writeback:
         yield
         return
+    yield
     with torch.no_grad():
-        yield
         for engine in engines:
             engine.write_back(parameters)

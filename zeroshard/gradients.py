@@ -301,12 +301,22 @@ class Gradients:
     def _renew_flags(self, backward: Backward) -> None:
         """The flags speak for every gradient once each bucket was reduced anew, or is zero."""
         zero = self.shards.zero_buckets()
-        self.reducer.flags[zero] = 0
+        if zero:
+            self.reducer.flags[zero] = 0
         if len(backward.renewed.union(zero)) == len(self.layout.buckets):
             self._flags_are_valid = True
         self._checked_versions = self.shards.versions()
 
     # --- the step's side
+
+    def scale(self, coefficient: Tensor) -> None:
+        """Multiply all shards in place by a coefficient of at most 1, finite if they are."""
+        unchanged = self._checked_versions == self.shards.versions()
+        for arena in self.shards.arenas:
+            if arena.gradients is not None:
+                arena.gradients.mul_(coefficient)
+        if unchanged:  # by anybody else, so the flags are as good as before
+            self._checked_versions = self.shards.versions()
 
     def _is_local(self, slot: int) -> bool:
         grad = self.parameters[slot].grad

@@ -15,7 +15,7 @@ from .config import Options, Precision
 from .engine import Engine
 from .errors import ConfigError, GradientError
 from .parameters import owners_of
-from .state import check_groups, consolidate, load_slot, state_of
+from .state import check_groups, consolidate, load_slot, slices_of, state_of
 from .transport import connect
 from .wrappers import DDPGuard, unwrap
 
@@ -259,11 +259,17 @@ class AdamW(torch.optim.Optimizer):
                 state_dict = replaced
         check_groups(self.param_groups, state_dict["param_groups"])
         engine = self.engine
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for key, parameter in zip(saved["params"], group["params"], strict=True):
-                slot = engine.slot_of.get(parameter)
-                if slot is not None:
-                    load_slot(engine, slot, state_dict["state"].get(key, {}))
+        groups = list(zip(self.param_groups, state_dict["param_groups"], strict=True))
+        loaded = {
+            engine.slot_of[parameter]: state_dict["state"].get(key, {})
+            for group, saved in groups
+            for key, parameter in zip(saved["params"], group["params"], strict=True)
+            if parameter in engine.slot_of
+        }
+        slices = {slot: slices_of(engine, slot, saved) for slot, saved in loaded.items()}
+        for slot, local in slices.items():  # everything fits: now change it
+            load_slot(engine, slot, local)
+        for group, saved in groups:
             group.update({key: value for key, value in saved.items() if key != "params"})
         self._consolidated = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

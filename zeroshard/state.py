@@ -16,7 +16,7 @@ from .shard_tensor import ShardTensor
 from .storage import slot_view
 from .update import exact_master, restore_master
 
-__all__ = ["check_groups", "consolidate", "load_slot", "state_of"]
+__all__ = ["check_groups", "consolidate", "load_slot", "slices_of", "state_of"]
 
 
 def state_of(engine: Engine, slot: int) -> dict[str, Any]:
@@ -100,31 +100,33 @@ def check_groups(ours: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str,
             )
 
 
-def load_slot(engine: Engine, slot: int, saved: Mapping[str, Any]) -> None:
-    """Copy one parameter's saved state into the shards; an empty one resets it.
+def slices_of(engine: Engine, slot: int, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """This rank's slices of one parameter's saved state, flat. Changes nothing.
 
     Raises:
-        ConfigError: a tensor that does not fit, before anything was changed for this parameter.
+        ConfigError: a tensor that does not fit.
     """
-    state = state_of(engine, slot)
     name = engine.parameters.names[slot]
+    known = ("exp_avg", "exp_avg_sq", "master", "remainder")
     local = {
-        key: _local(engine, slot, saved[key], f"{key} of {name!r}")
-        for key in saved
-        if key != "step"
+        key: _local(engine, slot, saved[key], f"{key} of {name!r}") for key in known if key in saved
     }
-    step = saved.get("step", 0)
-    state["step"].copy_(torch.as_tensor(step, dtype=torch.float32).reshape(()))
-    for key in state:
-        if key == "step":
-            continue
-        mine = state[key]._local_tensor if isinstance(state[key], ShardTensor) else state[key]
-        if key in local and key != "master":
-            mine.copy_(local[key].reshape(mine.shape) if mine.ndim == 1 else local[key])
-        elif key in ("exp_avg", "exp_avg_sq"):
-            mine.zero_()
+    local["step"] = torch.as_tensor(saved.get("step", 0), dtype=torch.float32).reshape(())
+    return local
+
+
+def load_slot(engine: Engine, slot: int, local: Mapping[str, Tensor]) -> None:
+    """Copy what `slices_of` made of a saved state into the shards; moments it lacks become zero."""
+    engine.step_views[slot].copy_(local["step"])
+    arena = engine.arenas[engine.layout.slots[slot].arena]
+    start, stop = engine.layout.local_range(slot, engine.transport.rank)
+    for name, flat in arena.state.items():
+        if name in ("exp_avg", "exp_avg_sq") and name not in local:
+            flat[start:stop].zero_()
+        elif name != "master" and name in local:
+            flat[start:stop].copy_(local[name])
     if "master" in local and "remainder" not in local:
-        _set_master(engine, slot, local["master"].reshape(-1))
+        _set_master(engine, slot, local["master"])
 
 
 def _local(engine: Engine, slot: int, value: Any, what: str) -> Tensor:
@@ -154,6 +156,4 @@ def _local(engine: Engine, slot: int, value: Any, what: str) -> Tensor:
     if not isinstance(value, Tensor) or tuple(value.shape) != slices.shape:
         came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ConfigError(f"{what} must have shape {slices.shape}, got {came}")
-    if not engine.transport.distributed:
-        return slices.flatten(value)
     return slices.cut(slices.flatten(value), engine.transport.rank)

@@ -1,11 +1,14 @@
 """CPU ranks: slices travel point to point, summed here in rank order."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .base import Collective, Finish, Op, Part, Pending, Works, named, sum_into
 
@@ -21,6 +24,11 @@ class Gloo(Collective):
 
     direct_numel = 32768
 
+    def __init__(self, group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
+        super().__init__(group, mesh)
+        _instances[group.group_name] += 1
+        self.instance = _instances[group.group_name]
+
     def reduce(
         self, parts: Sequence[Part], out: Tensor, *, op: Op, sum_dtype: torch.dtype, finish: Finish
     ) -> Pending:
@@ -34,7 +42,9 @@ class Gloo(Collective):
                     mine = pieces
                     continue
                 for number, piece in enumerate(pieces):
-                    works.append(self.group.send([piece.tensor], rank, _tag(op, number)))
+                    works.append(
+                        self.group.send([piece.tensor], rank, _tag(self.instance, op, number))
+                    )
             arrivals = self._receive(mine, op)
         return _ExchangedSum(self, works, mine, arrivals, out, op, sum_dtype, finish)
 
@@ -49,19 +59,8 @@ class Gloo(Collective):
             first = mine[0].tensor
             staging = self.buffers.borrow(numel, first.dtype, first.device)
             pieces = list(staging.split([part.tensor.numel() for part in mine]))
-            works = [
-                self.group.recv([piece], rank, _tag(op, number))
-                for number, piece in enumerate(pieces)
-            ]
-            arrivals.append(_Arrival(staging, pieces, works))
-        return arrivals
-
-    def gather(self, bucket: Tensor, *, op: Op) -> Pending:
-        shards = bucket.chunk(self.world_size)
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        with named(op):
-            works = [self.group.recv([shards[rank]], rank, _tag(op, 0)) for rank in others]
-            works += [self.group.send([shards[self.rank]], rank, _tag(op, 0)) for rank in others]
+            works = [self.group.recv([shards[rank]], rank, tag) for rank in others]
+            works += [self.group.send([shards[self.rank]], rank, tag) for rank in others]
         return Works(works, op)
 
 
@@ -132,12 +131,19 @@ def _clip(parts: Iterable[Part], start: int, stop: int) -> Iterable[Part]:
             yield Part(first - start, piece)
 
 
-def _tag(op: Op, message: int) -> int:
+_instances: Counter[str] = Counter()  # transports made over each process group
+
+
+def _tag(instance: int, op: Op, message: int) -> int:
     """A tag that only the same message of the same operation has.
 
     gloo ends the process when a message of another size arrives under a tag that is waited for, so
-    ranks that have come apart must wait (and time out by name) instead. Bits: 1 phase, 9 round,
-    12 bucket, 9 message.
+    ranks that have come apart, or two optimizers in one backward, must never use the same. Bits:
+    1 phase, 4 instance, 6 round, 12 bucket, 8 message.
     """
     phase = 1 if op.phase == "gather" else 0
-    return phase << 30 | (op.round % 512) << 21 | (op.bucket % 4096) << 9 | message % 512
+    parts = ((phase, 1), (instance, 4), (op.round, 6), (op.bucket, 12), (message, 8))
+    tag = 0
+    for value, bits in parts:
+        tag = tag << bits | value % (1 << bits)
+    return tag
