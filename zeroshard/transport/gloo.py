@@ -59,6 +59,18 @@ class Gloo(Collective):
             first = mine[0].tensor
             staging = self.buffers.borrow(numel, first.dtype, first.device)
             pieces = list(staging.split([part.tensor.numel() for part in mine]))
+            works = [
+                self.group.recv([piece], rank, _tag(self.instance, op, number))
+                for number, piece in enumerate(pieces)
+            ]
+            arrivals.append(_Arrival(staging, pieces, works))
+        return arrivals
+
+    def gather(self, bucket: Tensor, *, op: Op) -> Pending:
+        shards = bucket.chunk(self.world_size)
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        tag = _tag(self.instance, op, 0)
+        with named(op):
             works = [self.group.recv([shards[rank]], rank, tag) for rank in others]
             works += [self.group.send([shards[self.rank]], rank, tag) for rank in others]
         return Works(works, op)
