@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .layout import Layout
 from .shard_reductions import REDUCTIONS, connected, refusal
@@ -210,6 +212,34 @@ class ShardTensor(DTensor):
         if _is_elementwise(func):
             return _elementwise(func, args, kwargs)
         raise refusal(packet.__name__)
+
+
+class _OwnDispatch(TorchDispatchMode):
+    """Sends operations on a ShardTensor to its own dispatch."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(isinstance(value, ShardTensor) for value in tree_leaves((args, kwargs))):
+            return ShardTensor.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _through_own_dispatch(
+    cls: type, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    with torch._C.DisableTorchFunctionSubclass(), _OwnDispatch():  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+    # These send every subclass of DTensor to DTensor's own dispatch, whatever the class defines; a
+    # dispatch mode comes before that.
+    ShardTensor.__torch_function__ = classmethod(_through_own_dispatch)  # type: ignore
 
 
 def _unpickle(local: Tensor, slices: tuple[Any, Any, Any], rank: int) -> ShardTensor:
