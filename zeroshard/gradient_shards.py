@@ -73,7 +73,7 @@ class GradientShards:
             return
         handle, self._handles[slot] = self._handles[slot], None
         assert handle is not None
-        handle._local_tensor = handle._local_tensor.clone()
+        handle._local_tensor.data = handle._local_tensor.clone()  # also for what shares it
         handle.siblings = None
 
     def write(self, slot: int, local: Tensor) -> None:

@@ -235,10 +235,11 @@ class Gradients:
             if self._is_local(slot) and slot not in backward.arrived:
                 self._take(slot, backward)
         try:
-            used, late = self._agree_on_use(backward)
+            # Every bucket goes on the wire, also one without a gradient here: another rank may have
+            # launched it, and wait for it before it says anything else.
             for bucket in backward.waiting:
-                if any(used[slot] for slot in self.layout.slots_of_bucket[bucket]):
-                    self.on_ready(bucket)
+                self.on_ready(bucket)
+            used, late = self._agree_on_use(backward)
             if any(late):
                 self._second_round(backward, late)
             self.on_end()
@@ -260,6 +261,8 @@ class Gradients:
     def reduce_local(self, slots: Sequence[int]) -> None:
         """Reduce gradients that this rank made before their parameters were ours."""
         backward = self._begin(None)
+        buckets = {bucket for slot in slots for bucket in self.layout.buckets_of_slot[slot]}
+        backward.waiting = deque(bucket for bucket in backward.waiting if bucket in buckets)
         for slot in slots:
             if self.parameters[slot].grad is not None:
                 self._take(slot, backward)
@@ -310,8 +313,11 @@ class Gradients:
     # --- the step's side
 
     def scale(self, coefficient: Tensor) -> None:
-        """Multiply all shards in place by a coefficient of at most 1, finite if they are."""
+        """Multiply all gradients in place by a coefficient of at most 1, finite if they are."""
         unchanged = self._checked_versions == self.shards.versions()
+        for slot, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and not self.shards.shows(slot, parameter.grad):
+                parameter.grad.mul_(coefficient)
         for arena in self.shards.arenas:
             if arena.gradients is not None:
                 arena.gradients.mul_(coefficient)

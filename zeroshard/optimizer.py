@@ -102,6 +102,8 @@ class AdamW(torch.optim.Optimizer):
             warnings.warn(
                 "units and reshard_after_forward have no effect below stage 3", stacklevel=2
             )
+        if model is not None and not isinstance(model, nn.Module):
+            raise ConfigError(f"model must be an nn.Module or None, got {type(model).__name__}")
         if isinstance(params, nn.Module):
             model, params = params, params.parameters()
         # torch's own keys, so that state dicts, schedulers and other optimizers find them.

@@ -175,6 +175,18 @@ class ShardTensor(DTensor):
                     taken += numel
         return flat.as_strided(self.slices.shape, self.slices.stride)
 
+    def item(self) -> Any:
+        """Refused, as `numpy` and `tolist` are: not all elements are here."""
+        raise refusal("item")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refused."""
+        raise refusal("numpy")
+
+    def tolist(self) -> Any:
+        """Refused."""
+        raise refusal("tolist")
+
     def redistribute(self, *args: object, **kwargs: object) -> Any:
         """Refused: a ragged slice has no other placement."""
         raise refusal("redistribute")
