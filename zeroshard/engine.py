@@ -16,7 +16,7 @@ from .errors import ConfigError
 from .formats import Format, state_format, sum_dtype, wire_dtype
 from .gradients import Gradients
 from .layout import Layout, fingerprint, first_difference, plan_layout
-from .parameters import Owners, Parameters, describe_parameter
+from .parameters import Owners, Parameters, check_trainable, describe_parameter
 from .schedule import Action, Event, compile_schedule
 from .shard_tensor import ShardTensor
 from .storage import Arena, BufferPool, slot_view, storage_nbytes
@@ -65,11 +65,13 @@ class Engine:
             scale=1 / transport.num_ranks if mean else 1.0,
             on_ready=lambda bucket: self._execute(Event.GRAD_READY, bucket),
             on_end=lambda: self._execute(Event.BACKWARD_END),
+            on_begin=self.parameters.check_kinds,
             on_closed=self.adopt_unfrozen,
         )
         self.param_groups: Sequence[dict[str, Any]] = ()
         self.on_added: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None
         self.step_count = 0
+        self.is_closed = False
         self.gathers: list[Pending] = []
         self.skips = SkipCounter()
 
@@ -93,6 +95,7 @@ class Engine:
             describe_parameter(name, parameter, dtype)
             for (name, parameter), dtype in zip(named, dtypes, strict=True)
         ]
+        check_trainable(named)
         for spec in specs:
             state_format(spec.dtype, self.options.precision)
         layout = self.layout.extend(specs)
@@ -100,6 +103,8 @@ class Engine:
         formats = [state_format(plan.dtype, self.options.precision) for plan in layout.arenas]
         self._compare_ranks({**description, **layout.describe()})
         parameters = [parameter for _, parameter in named]
+        for other in engines_of(parameters):
+            other.close()  # a newer optimizer takes over, as when a notebook's cell is run again
         self._attach(layout, formats, parameters)
         _engines.add(self)
 
@@ -235,7 +240,7 @@ class Engine:
         """One AdamW update of everything that has a gradient."""
         self.gradients.close()
         self.adopt_unfrozen()
-        self._reread(self.parameters.check())
+        self.look_at_writes()
         used, flags_are_valid = self.gradients.collect()
         if not used:
             return
@@ -286,7 +291,7 @@ class Engine:
         if not self.options.skip_nonfinite:
             return None
         if flags_are_valid:
-            found = self.gradients.reducer.flags.amax().reshape(1)
+            found = self.gradients.reducer.flags.sum().clamp(max=1).reshape(1)
         else:
             found = check_finite(self.arenas)
         agree_on_flag(found, self.transport, self.step_count)
@@ -318,11 +323,10 @@ class Engine:
 
     # --- what else the optimizer offers
 
-    def broadcast_rest(self, model: nn.Module) -> None:
-        """Give every rank the first rank's buffers and frozen parameters."""
-        rest = [p for p in model.parameters() if p not in self.slot_of]
-        for tensor in [*rest, *model.buffers()]:
-            if tensor.numel():
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank the first rank's values of tensors that are not ours."""
+        for tensor in tensors:
+            if tensor.numel() and tensor not in self.slot_of:
                 whole = tensor.data.contiguous()
                 self.transport.broadcast(whole, op=Op("initial buffers")).wait()
                 tensor.data.copy_(whole)
@@ -341,6 +345,10 @@ class Engine:
             )
         return "\n".join(lines)
 
+    def look_at_writes(self) -> None:
+        """Take over what was written to parameters up to now."""
+        self._reread(self.parameters.check())
+
     def refresh_masters(self) -> None:
         """Re-read every master from its parameter."""
         self._reread(range(len(self.parameters.tensors)))
@@ -348,7 +356,7 @@ class Engine:
     def write_back(self, parameters: Iterable[nn.Parameter]) -> None:
         """The first rank's values of `parameters` win."""
         slots = sorted(self.slot_of[p] for p in set(parameters) if p in self.slot_of)
-        self._reread(self.parameters.check())
+        self.look_at_writes()
         for slot in slots:
             arena = self.arenas[self.layout.slots[slot].arena]
             place = self.layout.slots[slot]
@@ -385,6 +393,7 @@ class Engine:
         self.gradients.detach()
         self.parameters.detach()
         self.slot_of.clear()
+        self.is_closed = True
         _engines.discard(self)
 
 

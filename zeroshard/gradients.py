@@ -46,6 +46,7 @@ class Gradients:
         transport: the wire.
         pool: where buffers are borrowed from.
         scale: what sums over the ranks are multiplied by, 1 / ranks for a mean.
+        on_begin: called at the first gradient of a backward; may raise.
         on_ready: called with a bucket that is complete and next in order.
         on_end: called when a backward is over and everything was launched.
         on_closed: called when every `p.grad` of a backward is set.
@@ -59,15 +60,18 @@ class Gradients:
         scale: float,
         on_ready: Callable[[int], None],
         on_end: Callable[[], None],
+        on_begin: Callable[[], None],
         on_closed: Callable[[], None],
     ) -> None:
         self.transport = transport
-        self.on_ready, self.on_end, self.on_closed = on_ready, on_end, on_closed
+        self.on_begin, self.on_ready = on_begin, on_ready
+        self.on_end, self.on_closed = on_end, on_closed
         self.shards = GradientShards(transport)
         self.reducer = Reducer(transport, pool, self.shards, scale)
         self.hooks = AutogradHooks(self)
         self.parameters: list[nn.Parameter] = []
         self.aside: dict[int, ShardTensor] = {}  # taken out of p.grad while autograd accumulates
+        self.taken_out: set[int] = set()  # by the backward under way
         self.unsynced: dict[int, weakref.ref[Tensor]] = {}  # left local by no_sync()
         self.backward: Backward | None = None
         self.rounds = 0  # synchronising backwards so far
@@ -121,10 +125,12 @@ class Gradients:
         if self.ddp_owns_gradients():
             return
         parameter = self.parameters[slot]
+        if self.aside or isinstance(parameter.grad, ShardTensor):
+            self.hooks.call_at_end()
         grad = parameter.grad
         if isinstance(grad, ShardTensor):
-            self.hooks.call_at_end()
             self.aside[slot] = grad
+            self.taken_out.add(slot)
             parameter.grad = None
         elif grad is None and not (self.backward and slot in self.backward.arrived):
             self.aside.pop(slot, None)  # somebody set p.grad to None since
@@ -154,21 +160,29 @@ class Gradients:
             self.abandon()
         if self.backward is not None:
             self.backward.task = task
+        if task != self._task:
+            self._put_back()
         self._task = task
 
     def backward_ended(self) -> None:
-        """Put back what torch.autograd.grad only asked for, and close the backward."""
+        """The outermost backward is over: set every `p.grad`."""
         self._task = None
-        arrived = self.backward.arrived if self.backward is not None else {}
-        for slot in [slot for slot in self.aside if slot not in arrived]:
-            if self.parameters[slot].grad is None:
-                self.parameters[slot].grad = self.aside.pop(slot)
+        self._put_back()
         self.close()
         self.on_closed()
+
+    def _put_back(self) -> None:
+        """Give `p.grad` back where nothing was accumulated: by torch.autograd.grad, or an error."""
+        arrived = self.backward.arrived if self.backward is not None else {}
+        for slot in self.taken_out:
+            if slot in self.aside and slot not in arrived and self.parameters[slot].grad is None:
+                self.parameters[slot].grad = self.aside.pop(slot)
+        self.taken_out.clear()
 
     # --- a backward, from its first gradient to its end
 
     def _begin(self, task: int | None) -> Backward:
+        self.on_begin()
         self.rounds += 1
         order = self.order or range(len(self.layout.buckets))
         self.backward = Backward(self.layout, order, task)
@@ -255,8 +269,8 @@ class Gradients:
 
     def abandon(self) -> None:
         """Finish a backward that an exception cut short, so that no rank waits for this one."""
+        self._put_back()
         self.close()
-        self.aside.clear()
 
     def reduce_local(self, slots: Sequence[int]) -> None:
         """Reduce gradients that this rank made before their parameters were ours."""

@@ -141,8 +141,9 @@ class AdamW(torch.optim.Optimizer):
         engine.param_groups = self.param_groups
         engine.on_added = self._show_state
         engine.add(named, {**options.describe(), **_describe_groups(self.param_groups)})
-        if options.sync_init and model is not None:
-            engine.broadcast_rest(model)
+        if options.sync_init:
+            rest = [*model.parameters(), *model.buffers()] if model is not None else []
+            engine.broadcast(dict.fromkeys([*parameters, *rest]))
         self._engine = engine
         self._watch_ddp(engine)
         self._show_state(trainable)
@@ -160,8 +161,10 @@ class AdamW(torch.optim.Optimizer):
     @property
     def engine(self) -> Engine:
         """The engine that does the work."""
-        if self._engine is None:
-            raise ConfigError("this optimizer was closed: build a new one")
+        if self._engine is None or self._engine.is_closed:
+            raise ConfigError(
+                "this optimizer was closed, or a newer one took over its parameters: build one more"
+            )
         return self._engine
 
     # --- what torch.optim.Optimizer has
@@ -261,6 +264,7 @@ class AdamW(torch.optim.Optimizer):
                 state_dict = replaced
         check_groups(self.param_groups, state_dict["param_groups"])
         engine = self.engine
+        engine.look_at_writes()  # the model's own load_state_dict must not count as a later write
         groups = list(zip(self.param_groups, state_dict["param_groups"], strict=True))
         loaded = {
             engine.slot_of[parameter]: state_dict["state"].get(key, {})

@@ -4,16 +4,18 @@ Owns the re-pointing of `.data`; knows no gradients and no optimizer state.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .errors import ConfigError
 from .layout import ParamSpec
 from .storage import Arena, slot_view
 from .transport import Op, Pending, Transport
 
-__all__ = ["Parameters", "dense_stride", "describe_parameter", "owners_of"]
+__all__ = ["Parameters", "check_trainable", "dense_stride", "describe_parameter", "owners_of"]
 
 Owners = Mapping[nn.Parameter, Sequence[tuple[nn.Module, str]]]
 
@@ -47,6 +49,30 @@ def describe_parameter(name: str, parameter: Tensor, dtype: torch.dtype) -> Para
         dtype=str(dtype).removeprefix("torch."),
         device=str(parameter.device),
     )
+
+
+def check_trainable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise if parameters are tensor-parallel, or distinct ones share memory."""
+    ranges = []
+    for name, parameter in named:
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"parameter {name!r} is a DTensor: tensor-parallel (or already sharded) parameters "
+                "are not supported"
+            )
+        if parameter.numel() and parameter.device.type != "meta":
+            extent = sum(
+                (n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)
+            )
+            start = parameter.data_ptr()
+            ranges.append((start, start + (extent + 1) * parameter.element_size(), name))
+    ranges.sort()
+    for (_, stop, before), (start, _, name) in pairwise(ranges):
+        if start < stop:
+            raise ConfigError(
+                f"parameters {before!r} and {name!r} share memory without being one Parameter, and "
+                "would come apart: tie them by assigning the same Parameter object"
+            )
 
 
 class Parameters:
@@ -86,17 +112,13 @@ class Parameters:
         Raises:
             ConfigError: a parameter was replaced, or has another shape, dtype or device now.
         """
-        moved = [
-            slot
-            for slot, (parameter, view) in enumerate(zip(self.tensors, self.views, strict=True))
-            if parameter.data_ptr() != view.data_ptr() and view.numel()
-        ]
+        moved = self._moved()
         for slot, parameter in enumerate(self.tensors):
             for module, name in self.owners.get(parameter, ()):
                 if module._parameters.get(name) is not parameter:
                     raise ConfigError(_replaced(self.names[slot], module))
         for slot in moved:
-            self._check_same_kind(slot)
+            self._check_kind(slot)
         for slot in moved:
             self.views[slot].copy_(self.tensors[slot].data)
             self.tensors[slot].data = self.views[slot]
@@ -107,7 +129,20 @@ class Parameters:
                 written.add(slot)
         return sorted(written)
 
-    def _check_same_kind(self, slot: int) -> None:
+    def check_kinds(self) -> None:
+        """Raise if a parameter has another shape, dtype or device than when it was attached."""
+        for slot in self._moved():
+            self._check_kind(slot)
+
+    def _moved(self) -> list[int]:
+        """Slots whose parameter no longer is the view of its slot."""
+        return [
+            slot
+            for slot, (parameter, view) in enumerate(zip(self.tensors, self.views, strict=True))
+            if parameter.data_ptr() != view.data_ptr() and view.numel()
+        ]
+
+    def _check_kind(self, slot: int) -> None:
         parameter, view = self.tensors[slot], self.views[slot]
         now = (tuple(parameter.shape), parameter.dtype, parameter.device)
         then = (tuple(view.shape), view.dtype, view.device)

@@ -169,6 +169,14 @@ def _count_nonzero(x: Sharded, dim: Any = None) -> Tensor:
     return _agree(x, x._local_tensor.count_nonzero(), "sum", "count_nonzero")
 
 
+def _equal(x: Sharded, other: Any) -> bool:
+    if not hasattr(other, "slices") or not other.slices.same_as(x.slices):
+        raise refusal("equal with a tensor of other slices")
+    same = torch.equal(x._local_tensor, other._local_tensor)
+    differs = torch.tensor(not same, dtype=torch.uint8, device=x._local_tensor.device)
+    return not bool(_agree(x, differs, "max", "equal"))
+
+
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
     aten.sum: _sum,
     aten.mean: _mean,
@@ -182,4 +190,5 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
     aten.all: _all,
     aten.any: _any,
     aten.count_nonzero: _count_nonzero,
+    aten.equal: _equal,
 }
