@@ -14,7 +14,7 @@ from torch import nn
 import zeroshard
 from zeroshard import optimizer as facade
 from zeroshard import schedule
-from zeroshard.errors import CommunicationError
+from zeroshard.errors import CommunicationError, ConfigError
 from zeroshard.layout import BLOCK
 from zeroshard.transport import (
     Checked,
@@ -321,3 +321,13 @@ def test_a_stuck_operation_is_logged_before_the_watchdog_ends_the_process(caplog
     (record,) = caplog.records
     assert "gather of bucket 3 (step 2)" in record.getMessage()
     breadcrumbs._thread and breadcrumbs._thread.join(5)
+
+
+def test_what_one_rank_cannot_train_is_heard_of_on_every_rank():
+    def body(rank, world_size):
+        model = nn.Linear(3, 3).to(torch.float64 if rank else torch.float32)
+        with pytest.raises(ConfigError, match="float64") as raised:
+            zeroshard.AdamW(model)
+        assert "rank [1]" in str(raised.value)
+
+    run(body, 2)

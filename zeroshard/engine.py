@@ -25,6 +25,7 @@ from .update import Updater, reread_master, seed_master
 
 __all__ = ["Engine", "engines_of"]
 
+CAN_TRAIN = "which parameters they can train"
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
@@ -89,24 +90,28 @@ class Engine:
         """
         if not named:
             return
-        cast = self.options.precision.param_dtype
-        dtypes = [_stored_dtype(parameter, cast) for _, parameter in named]
-        specs = [
-            describe_parameter(name, parameter, dtype)
-            for (name, parameter), dtype in zip(named, dtypes, strict=True)
-        ]
-        check_trainable(named)
-        for spec in specs:
-            state_format(spec.dtype, self.options.precision)
-        layout = self.layout.extend(specs)
-        _check_devices(layout)
-        formats = [state_format(plan.dtype, self.options.precision) for plan in layout.arenas]
-        self._compare_ranks({**description, **layout.describe()})
+        try:
+            layout, formats = self._planned(named)
+        except ConfigError as error:  # the other ranks must hear of it too
+            self._compare_ranks({CAN_TRAIN: str(error)})
+            raise
+        self._compare_ranks({CAN_TRAIN: "all", **description, **layout.describe()})
         parameters = [parameter for _, parameter in named]
         for other in engines_of(parameters):
             other.close()  # a newer optimizer takes over, as when a notebook's cell is run again
         self._attach(layout, formats, parameters)
         _engines.add(self)
+
+    def _planned(self, named: Sequence[tuple[str, nn.Parameter]]) -> tuple[Layout, list[Format]]:
+        """The layout with `named` in it, and the format of each of its arenas."""
+        precision = self.options.precision
+        check_trainable(named)
+        specs = []
+        for name, parameter in named:
+            specs.append(describe_parameter(name, parameter, _stored_dtype(parameter, precision)))
+            state_format(specs[-1].dtype, precision)
+        layout = self.layout.extend(specs)
+        return layout, [state_format(plan.dtype, precision) for plan in layout.arenas]
 
     def _compare_ranks(self, description: dict[str, str]) -> None:
         """Raise on every rank if descriptions differ."""
@@ -418,14 +423,6 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def _stored_dtype(parameter: nn.Parameter, cast: torch.dtype | None) -> torch.dtype:
+def _stored_dtype(parameter: nn.Parameter, precision: Precision) -> torch.dtype:
+    cast = precision.param_dtype
     return cast if cast is not None and parameter.dtype == torch.float32 else parameter.dtype
-
-
-def _check_devices(layout: Layout) -> None:
-    devices = sorted({plan.device for plan in layout.arenas})
-    if len(devices) > 1 or devices[0].startswith("meta"):
-        raise ConfigError(
-            f"all trainable parameters must be on one real device, got {', '.join(devices)}: "
-            "move the model before building the optimizer"
-        )

@@ -52,7 +52,13 @@ def describe_parameter(name: str, parameter: Tensor, dtype: torch.dtype) -> Para
 
 
 def check_trainable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise if parameters are tensor-parallel, or distinct ones share memory."""
+    """Raise if parameters are tensor-parallel, on several devices, or share memory."""
+    devices = sorted({str(parameter.device) for _, parameter in named})
+    if len(devices) > 1 or devices[0].startswith("meta"):
+        raise ConfigError(
+            f"all trainable parameters must be on one real device, got {', '.join(devices)}: "
+            "move the model before building the optimizer"
+        )
     ranges = []
     for name, parameter in named:
         if isinstance(parameter, DTensor):
@@ -60,7 +66,7 @@ def check_trainable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
                 f"parameter {name!r} is a DTensor: tensor-parallel (or already sharded) parameters "
                 "are not supported"
             )
-        if parameter.numel() and parameter.device.type != "meta":
+        if parameter.numel():
             extent = sum(
                 (n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)
             )
