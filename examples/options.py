@@ -1,0 +1,95 @@
+"""The command line of finetune.py as one frozen object, checked before any rank waits."""
+
+from argparse import ArgumentParser
+from dataclasses import dataclass
+from pathlib import Path
+
+import pretrained
+import torch
+
+# A pretrained model is two orders of magnitude larger than ours.
+SMALL = {"steps": 200, "batch": 4, "seq": 96, "lr": 6e-4, "validate": 64, "sample": 240}
+PRETRAINED = {"steps": 20, "batch": 1, "seq": 128, "lr": 5e-5, "validate": 8, "sample": 40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    stage: int
+    compare: bool
+    steps: int
+    batch: int  # windows per rank and micro-batch
+    seq: int  # tokens per window
+    lr: float  # the highest, after warm-up
+    accumulate: int  # micro-batches per step
+    dtype: str
+    seed: int
+    layers: int
+    width: int
+    validate: int  # held-out windows, over all ranks
+    sample: int  # tokens generated at the end
+    prompt: str
+    corpus: tuple[Path, ...] = ()
+    model: Path | None = None
+    out: Path | None = None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return (0, 1, 2) if self.compare else (self.stage,)
+
+
+def parse_options(arguments: list[str] | None = None) -> Options:
+    parser = ArgumentParser(description="Train a small language model; compare ZeRO stages.")
+    add = parser.add_argument
+    add("--stage", type=int, choices=(0, 1, 2), default=2, help="0: DDP + torch.optim.AdamW")
+    add("--compare", action="store_true", help="stages 0, 1 and 2 in turn from the same seed")
+    add("--steps", type=int, help=default_of("steps"))
+    add("--batch", type=int, help=f"windows per rank and micro-batch {default_of('batch')}")
+    add("--seq", type=int, help=f"tokens per window {default_of('seq')}")
+    add("--lr", type=float, help=f"learning rate after warm-up {default_of('lr')}")
+    add("--accumulate", type=int, default=1, help="micro-batches per step")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the parameters")
+    add("--seed", type=int, default=0)
+    add("--layers", type=int, default=4)
+    add("--width", type=int, default=256, help="a multiple of 64")
+    add("--validate", type=int, help=f"windows held out, over all ranks {default_of('validate')}")
+    add("--sample", type=int, help=f"tokens generated at the end {default_of('sample')}")
+    add("--prompt", default="The ", help="what the generated text begins with")
+    add("--corpus", type=Path, nargs="+", default=(), metavar="FILE", help="text to train on")
+    add("--model", type=Path, metavar="DIR_OR_GGUF", help="a pretrained model for transformers")
+    add("--out", type=Path, metavar="DIR", help="write results.json and results.png there")
+    given = vars(parser.parse_args(arguments))
+    sizes = SMALL if given["model"] is None else PRETRAINED
+    chosen = {name: value for name, value in given.items() if value is not None}
+    options = Options(**{**sizes, **chosen, "corpus": tuple(given["corpus"])})
+    if problem := problem_of(options):
+        parser.error(problem)
+    return options
+
+
+def default_of(name: str) -> str:
+    return f"(default {SMALL[name]}, with --model {PRETRAINED[name]})"
+
+
+def problem_of(options: Options) -> str | None:
+    """What makes a run impossible, said before any rank waits for another."""
+    for name in ("steps", "batch", "seq", "accumulate", "layers", "width", "validate"):
+        if getattr(options, name) < 1:
+            return f"--{name} must be at least 1, got {getattr(options, name)}"
+    if options.sample < 0 or not options.prompt:
+        return "--sample must not be negative, and --prompt not empty"
+    if options.width % 64:
+        return f"--width must be a multiple of 64, got {options.width}"
+    for path in options.corpus:
+        if not path.is_file():
+            return f"--corpus: there is no file {path}"
+    if options.model is None:
+        return None
+    if not options.model.exists():
+        return f"--model: there is no {options.model}"
+    if missing := pretrained.missing_packages(options.model):
+        return f"--model {options.model} needs more packages: pip install {' '.join(missing)}"
+    return None
