@@ -13,14 +13,14 @@ PACKAGE = pathlib.Path(zeroshard.__file__).parent
 LAYERS = [
     ["errors"],
     ["config"],
-    ["layout", "formats", "schedule"],
+    ["layout", "formats", "schedule", "boxes"],
     ["transport", "triton_kernels", "storage", "wrappers"],
     ["shard_reductions"],
     ["shard_tensor"],
     ["update", "clipping", "parameters"],
     ["gradient_shards", "autograd_hooks"],
     ["reduction"],
-    ["gradients"],
+    ["gradients", "construction"],
     ["engine"],
     ["state"],
     ["optimizer"],
@@ -95,7 +95,7 @@ def test_the_stage_is_read_in_config_and_schedule_only():
     assert engine.count(".stage") == 1, "the engine only prints it"
 
 
-@pytest.mark.parametrize("module", ["layout", "formats", "schedule"])
+@pytest.mark.parametrize("module", ["layout", "formats", "schedule", "boxes"])
 def test_pure_modules_make_no_tensor(module):
     assert "import torch" not in (PACKAGE / f"{module}.py").read_text()
 

@@ -17,6 +17,7 @@ from zeroshard.update import (
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
 SHAPES = [(70, 33), (5,), (), (2000,), (0, 4)]
+ALL = dict.fromkeys(range(len(SHAPES)), 0)  # every slot is of the first param group
 
 
 def contiguous_stride(shape):
@@ -73,7 +74,7 @@ def test_shards_of_any_world_are_bitwise_the_whole(world_size, maximize):
         for arena, updater in zip(arenas, updaters, strict=True):
             set_gradients(layout, arena, gradients)
             for bucket in layout.buckets:
-                updater.update(bucket.index, [(group, set(range(len(SHAPES))))], None)
+                updater.update(bucket.index, updater.plan(bucket.index, ALL), [group], None)
     for run in layout.runs:
         ours = arenas[run.rank].parameters[run.arena_offset : run.arena_offset + run.numel]
         whole = parameters[run.slot].detach().flatten()
@@ -100,7 +101,7 @@ def test_masters_of_both_kinds_are_bitwise_an_fp32_training(master):
         torch._foreach_add_(steps, 1)
         set_gradients(layout, arena, gradients)
         for bucket in layout.buckets:
-            updater.update(bucket.index, [(GROUP, set(range(len(SHAPES))))], None)
+            updater.update(bucket.index, updater.plan(bucket.index, ALL), [GROUP], None)
     for run in layout.runs:
         where = slice(run.shard_offset, run.shard_offset + run.numel)
         state = {name: flat[where] for name, flat in arena.state.items()}
@@ -116,15 +117,14 @@ def test_a_skipped_step_moves_no_bit_and_padding_stays_zero(dtype):
     updater = Updater(arena, layout, fmt, [torch.zeros(()) for _ in layout.slots])
     before = arena.parameters.clone()
     arena.gradients.fill_(torch.inf)
-    everything = [(GROUP, set(range(len(SHAPES))))]
     for bucket in layout.buckets:
-        updater.update(bucket.index, everything, torch.ones(1))
+        updater.update(bucket.index, updater.plan(bucket.index, ALL), [GROUP], torch.ones(1))
     assert torch.equal(arena.parameters, before)
     assert not any(bool(flat.any()) for flat in arena.state.values())
     arena.gradients.zero_()
     set_gradients(layout, arena, [torch.randn(shape) for shape in SHAPES])
     for bucket in layout.buckets:
-        updater.update(bucket.index, everything, torch.zeros(1))
+        updater.update(bucket.index, updater.plan(bucket.index, ALL), [GROUP], torch.zeros(1))
     real = torch.zeros(arena.plan.numel, dtype=torch.bool)
     for slot in layout.slots:
         real[slot.offset : slot.offset + slot.numel] = True
@@ -136,7 +136,7 @@ def test_a_written_parameter_keeps_the_masters_it_did_not_touch():
     parameter = torch.tensor([1.0, 2.0]).bfloat16()
     state = {"master": torch.tensor([1.0001, 2.0001])}
     parameter[0] = 5
-    reread_master(parameter, state)
+    reread_master(parameter, state, torch.tensor([True, True]))
     assert state["master"].tolist() == pytest.approx([5.0, 2.0001])
 
 

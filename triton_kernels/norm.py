@@ -26,7 +26,8 @@ def block_powers(flat: Tensor, p: float) -> Tensor:
         [ceil(n / 256)] fp64; NaN where the block holds one.
     """
     whole = flat.numel() // BLOCK * BLOCK
-    parts = [_powers(chunk.view(-1, BLOCK), p) for chunk in flat[:whole].split(CHUNK)]
+    chunk_numel = CHUNK if flat.device.type == "cpu" else max(whole, 1)
+    parts = [_powers(chunk.view(-1, BLOCK), p) for chunk in flat[:whole].split(chunk_numel)]
     if whole < flat.numel():
         parts.append(_powers(flat[whole:].view(1, -1), p))
     return torch.cat(parts) if parts else flat.new_empty(0, dtype=torch.float64)

@@ -41,6 +41,7 @@ class AutogradHooks:
         self.listener = weakref.ref(listener)
         self.handles: list[Any] = []
         self.task = -1  # the graph task that was looked at last
+        self.saw_nested = False  # a backward inside of the one under way
 
     def attach(self, slot: int, parameter: nn.Parameter) -> None:
         """Hook one parameter."""
@@ -74,6 +75,7 @@ class AutogradHooks:
         if node is None:
             self._in_outermost()
         else:
+            self.saw_nested = True
             node.register_hook(lambda *_: self._in_outermost())
 
     def _in_outermost(self) -> None:
@@ -84,6 +86,7 @@ class AutogradHooks:
     def _ended(self) -> None:
         self.task = -1
         self._tell(lambda listener: listener.backward_ended())
+        self.saw_nested = False
 
     def _tell(self, say: Callable[[Listener], None]) -> None:
         listener = self.listener()

@@ -34,39 +34,43 @@ class GradientNorms:
     """
 
     def __init__(self, layout: Layout, arenas: Sequence[Arena], transport: Transport) -> None:
-        self.layout, self.arenas, self.transport = layout, arenas, transport
+        self.layout, self.arenas, self.transport = layout, list(arenas), transport
         self._key: tuple[object, ...] | None = None
         self._norms = torch.empty(0)
-        self._slot_order: list[int] = [s.index for a in layout.arenas for s in a.slots]
+        order = [slot.index for arena in arenas for slot in arena.plan.slots]
+        self._slot_order = torch.tensor(order, dtype=torch.int64)
+        if arenas:
+            self._slot_order = self._slot_order.to(arenas[0].device)
         self._lengths = [self._blocks_per_slot(arena) for arena in arenas]
+        self._num_blocks = [int(lengths.sum()) for lengths in self._lengths]
+        self._lengths = [
+            lengths.to(arena.device) for lengths, arena in zip(self._lengths, arenas, strict=True)
+        ]
 
-    def _blocks_per_slot(self, arena: Arena) -> list[int]:
+    def _blocks_per_slot(self, arena: Arena) -> Tensor:
         ranges = [self.layout.local_range(slot.index, arena.rank) for slot in arena.plan.slots]
-        return [-(-(stop - start) // BLOCK) for start, stop in ranges]
+        return torch.tensor([-(-(stop - start) // BLOCK) for start, stop in ranges])
 
     def norms(self, p: float) -> Tensor:
         """[slots] fp32 p-norms, the same on every rank; one all-reduce when they are not known."""
-        key = (p, *(_version(arena.gradients) for arena in self.arenas))
+        key = (p, *((arena.generation, _version(arena.gradients)) for arena in self.arenas))
         if key != self._key:
-            parts = [
-                self._parts(arena, lengths, p)
-                for arena, lengths in zip(self.arenas, self._lengths, strict=True)
-            ]
+            parts = [self._parts(number, p) for number in range(len(self.arenas))]
             by_arena = finish_norms(torch.cat(parts), p, self.transport)
             self._norms = torch.empty_like(by_arena)
             self._norms[self._slot_order] = by_arena
             self._key = key
         return self._norms
 
-    def _parts(self, arena: Arena, lengths: list[int], p: float) -> Tensor:
+    def _parts(self, number: int, p: float) -> Tensor:
         """[slots of the arena] fp64: this rank's part of each slot's sum of powers."""
+        arena, lengths = self.arenas[number], self._lengths[number]
         if arena.gradients is None:
             empty = torch.empty(0, dtype=torch.float64, device=arena.device)
             return combine_powers(empty, p).expand(len(lengths)).clone()
-        powers = block_powers(arena.gradients, p)[: sum(lengths)]
+        powers = block_powers(arena.gradients, p)[: self._num_blocks[number]]
         kind = {math.inf: "max", -math.inf: "min"}.get(p, "sum")
-        counts = torch.tensor(lengths, device=arena.device)
-        parts = torch.segment_reduce(powers, kind, lengths=counts, unsafe=True)
+        parts = torch.segment_reduce(powers, kind, lengths=lengths, unsafe=True)
         return parts.clamp(min=0) if kind == "max" else parts  # no block at all: -inf
 
     def of_slot(self, slot: int) -> "SlotNorm":
@@ -85,8 +89,8 @@ class SlotNorm:
         return self.all.norms(p)[self.slot].clone()
 
 
-def _version(tensor: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor._version)
+def _version(tensor: Tensor | None) -> int:
+    return -1 if tensor is None else tensor._version
 
 
 def total_norm(norms: Tensor, p: float) -> Tensor:

@@ -33,7 +33,8 @@ class Precision:
             for fp32 parameters, split for bf16, fp32 for fp16. fp32 parameters never need one.
         moments: the format of both moments; ``"fp32"`` is the only one so far.
         reduce: the wire and the sum of a reduction. ``"fp32"``: both in fp32. ``"wire16"``: the
-            parameter's 16-bit dtype on the wire, summed in fp32. ``"param"``: both in the
+            parameter's 16-bit dtype (bf16 for fp32 parameters) on the wire, summed in fp32.
+            ``"param"``: both in the
             parameter's dtype. ``"auto"``: fp32 for fp32 parameters, wire16 for 16-bit ones.
         param_dtype: cast fp32 parameters to this dtype at construction and seed the masters from
             their fp32 values. None leaves them; ``torch.bfloat16`` is the one other choice.

@@ -3,6 +3,7 @@
 One engine serves one optimizer; autograd's hooks keep it alive as long as the parameters live.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,27 +13,35 @@ from torch import Tensor, nn
 
 from .clipping import SkipCounter, agree_on_flag, check_finite, clip_coefficient, total_norm
 from .config import Options, Precision
+from .construction import compare_ranks, fill_arena, plan_parameters
 from .errors import ConfigError
-from .formats import Format, state_format, sum_dtype, wire_dtype
+from .formats import Format, sum_dtype, wire_dtype
 from .gradients import Gradients
-from .layout import Layout, fingerprint, first_difference, plan_layout
-from .parameters import Owners, Parameters, check_trainable, describe_parameter
+from .layout import Layout, plan_layout
+from .parameters import Parameters
 from .schedule import Action, Event, compile_schedule
 from .shard_tensor import ShardTensor
-from .storage import Arena, BufferPool, slot_view, storage_nbytes
+from .storage import Arena, BufferPool, on_device, storage_nbytes
 from .transport import Op, Pending, Transport
-from .update import Updater, reread_master, seed_master
+from .update import Updater, Work, reread_master
 
 __all__ = ["Engine", "engines_of"]
 
 CAN_TRAIN = "which parameters they can train"
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 def engines_of(parameters: Iterable[nn.Parameter]) -> "list[Engine]":
-    """The live engines that own any of `parameters`."""
+    """The live engines that own any of `parameters`, in the order in which they were made."""
     wanted = set(parameters)
-    return [engine for engine in _engines if not wanted.isdisjoint(engine.slot_of)]
+    found = [engine for engine in _engines if not wanted.isdisjoint(engine.slot_of)]
+    return sorted(found, key=lambda engine: engine.number)
+
+
+def newest_engine() -> "Engine | None":
+    """The live engine that was made last."""
+    return max(_engines, key=lambda engine: engine.number, default=None)
 
 
 class Engine:
@@ -41,10 +50,10 @@ class Engine:
     Args:
         options: the user's choices.
         transport: the wire.
-        owners: which module holds each parameter, where the module is known.
     """
 
-    def __init__(self, options: Options, transport: Transport, owners: Owners) -> None:
+    def __init__(self, options: Options, transport: Transport) -> None:
+        self.number = next(_numbers)
         self.options, self.transport = options, transport
         self.schedule = compile_schedule(options)
         self.pool = BufferPool()
@@ -57,8 +66,10 @@ class Engine:
         self.updaters: list[Updater] = []
         self.slot_of: dict[nn.Parameter, int] = {}
         self.steps = torch.empty(0)
+        self._work: dict[int, Work] = {}  # by bucket
+        self._planned_for: tuple[list[int], list[int]] = ([], [])
         self.step_views: list[Tensor] = []
-        self.parameters = Parameters(transport, owners)
+        self.parameters = Parameters(transport)
         mean = options.reduction == "mean"
         self.gradients = Gradients(
             transport=transport,
@@ -70,7 +81,8 @@ class Engine:
             on_closed=self.adopt_unfrozen,
         )
         self.param_groups: Sequence[dict[str, Any]] = ()
-        self.on_added: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None
+        self.on_added: Callable[[Sequence[nn.Parameter]], None] = _nothing
+        self.on_close: Callable[[Engine], None] = _nothing
         self.step_count = 0
         self.is_closed = False
         self.gathers: list[Pending] = []
@@ -88,46 +100,19 @@ class Engine:
         Raises:
             ConfigError: the ranks differ, or a parameter cannot be trained.
         """
+        try:
+            layout, formats = plan_parameters(named, self.layout, self.options.precision)
+        except ConfigError as error:  # the other ranks must hear of it too
+            compare_ranks({CAN_TRAIN: str(error)}, self.transport)
+            raise
+        compare_ranks({CAN_TRAIN: "all", **description, **layout.describe()}, self.transport)
         if not named:
             return
-        try:
-            layout, formats = self._planned(named)
-        except ConfigError as error:  # the other ranks must hear of it too
-            self._compare_ranks({CAN_TRAIN: str(error)})
-            raise
-        self._compare_ranks({CAN_TRAIN: "all", **description, **layout.describe()})
         parameters = [parameter for _, parameter in named]
         for other in engines_of(parameters):
             other.close()  # a newer optimizer takes over, as when a notebook's cell is run again
         self._attach(layout, formats, parameters)
         _engines.add(self)
-
-    def _planned(self, named: Sequence[tuple[str, nn.Parameter]]) -> tuple[Layout, list[Format]]:
-        """The layout with `named` in it, and the format of each of its arenas."""
-        precision = self.options.precision
-        check_trainable(named)
-        specs = []
-        for name, parameter in named:
-            specs.append(describe_parameter(name, parameter, _stored_dtype(parameter, precision)))
-            state_format(specs[-1].dtype, precision)
-        layout = self.layout.extend(specs)
-        return layout, [state_format(plan.dtype, precision) for plan in layout.arenas]
-
-    def _compare_ranks(self, description: dict[str, str]) -> None:
-        """Raise on every rank if descriptions differ."""
-        op = Op("comparison of ranks")
-        digests = self.transport.all_gather_object(fingerprint(description), op=op)
-        if len(set(digests)) == 1:
-            return
-        descriptions = self.transport.all_gather_object(description, op=op)
-        what, values = first_difference(descriptions)
-        by_value: dict[str, list[int]] = {}
-        for rank, value in enumerate(values):
-            by_value.setdefault(value, []).append(rank)
-        said = "; ".join(f"rank {ranks}: {value}" for value, ranks in by_value.items())
-        raise ConfigError(
-            f"all ranks must build the same model and optimizer, but they differ in {what}: {said}"
-        )
 
     def _attach(
         self, layout: Layout, formats: Sequence[Format], parameters: Sequence[nn.Parameter]
@@ -138,7 +123,7 @@ class Engine:
         ]
         by_slot = dict(enumerate(parameters, start=first))
         for arena, fmt in zip(added, formats[len(self.arenas) :], strict=True):
-            self._fill(arena, fmt, by_slot)
+            fill_arena(arena, fmt, by_slot, self.transport, self.options)
         self.parameters.attach(added, parameters)
         self.layout, self.formats = layout, list(formats)
         self.arenas += added
@@ -153,35 +138,9 @@ class Engine:
             Updater(arena, layout, fmt, self.step_views)
             for arena, fmt in zip(self.arenas, self.formats, strict=True)
         ]
+        self._planned_for = ([], [])
         wires = [_wires(arena.plan.dtype, self.options.precision) for arena in self.arenas]
         self.gradients.attach(layout, self.arenas, parameters, wires)
-
-    def _fill(self, arena: Arena, fmt: Format, parameters: dict[int, nn.Parameter]) -> None:
-        """Copy parameters into their slots, take the first rank's, and start the state."""
-        flat = arena.parameters
-        sources = {parameters[slot.index].dtype for slot in arena.plan.slots}
-        if sources != {flat.dtype}:  # Precision.param_dtype: masters start from the fp32 values
-            flat = arena.allocate(arena.plan.numel, "float32")
-        for slot in arena.plan.slots:
-            values = flat[slot.offset : slot.offset + slot.numel]
-            slot_view(values, slot.spec.shape, slot.spec.stride).copy_(parameters[slot.index].data)
-        if self.options.sync_init:
-            self.transport.broadcast(flat, op=Op("initial parameters")).wait()
-        for field in fmt.fields:
-            arena.state[field.name] = arena.allocate(arena.shard_numel, field.dtype)
-        if flat is not arena.parameters:
-            rounded = {"remainder": torch.empty_like(flat, dtype=torch.int16)}
-            seed_master(flat, arena.parameters, rounded, fmt.master)
-        if fmt.master in ("split", "fp32"):
-            for bucket in arena.plan.buckets:
-                start = bucket.offset + self.transport.rank * bucket.shard_numel
-                values = flat[start : start + bucket.shard_numel].float()
-                parameter = arena.parameter_shard(bucket.index)
-                seed_master(values, parameter, self._state_of_bucket(arena, bucket), fmt.master)
-
-    def _state_of_bucket(self, arena: Arena, bucket: Any) -> dict[str, Tensor]:
-        stop = bucket.shard_offset + bucket.shard_numel
-        return {name: flat[bucket.shard_offset : stop] for name, flat in arena.state.items()}
 
     def adopt_unfrozen(self) -> None:
         """Take over parameters of our groups that were frozen until now."""
@@ -194,7 +153,7 @@ class Engine:
         if not unfrozen:
             return
         first = len(self.slot_of)
-        self.add(unfrozen, {})
+        self.add(unfrozen, {"parameters unfrozen since": str(len(unfrozen))})
         self.on_added([parameter for _, parameter in unfrozen])
         if self.transport.distributed and not self.gradients.ddp_owns_gradients():
             self.gradients.reduce_local(range(first, len(self.slot_of)))
@@ -232,10 +191,10 @@ class Engine:
 
     def _update(self, _: int) -> None:
         """Update every bucket that has a gradient; its gather starts while the next one updates."""
-        for bucket, groups in self._work:
+        for bucket, work in self._work.items():
             arena = self.layout.buckets[bucket].arena
             with torch.profiler.record_function("zeroshard::update"):
-                self.updaters[arena].update(bucket, groups, self._found_inf)
+                self.updaters[arena].update(bucket, work, self.param_groups, self._found_inf)
             self._execute(Event.UPDATED, bucket)
 
     # --- a step
@@ -253,18 +212,19 @@ class Engine:
         self._clip(used)
         self._found_inf = self._agree_to_skip(flags_are_valid)
         self._advance(used)
-        self._work = self._plan(used)
+        self._plan(used)
         self._execute(Event.STEP)
-        self._work = []
         self.parameters.mark_written_by_us(used)
         if not self.transport.distributed or self.gradients.ddp_owns_gradients():
             self.gradients.free_copies()
+            for updater in self.updaters:
+                updater.forget_gradients()
 
     def _reread(self, written: Sequence[int]) -> None:
         """Masters of parameters that somebody else wrote to."""
         for slot in written:
             for parameter, state in self.local_parts(slot):
-                reread_master(parameter, state)
+                reread_master(parameter, state, torch.ones_like(parameter, dtype=torch.bool))
 
     def local_parts(self, slot: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
         """(parameter, state) of each of this rank's runs of a slot."""
@@ -285,7 +245,9 @@ class Engine:
     def grad_norm(self, used: Sequence[int], p: float) -> Tensor:
         """[] fp32: the global p-norm of the gradients of `used`."""
         norms = self.gradients.shards.norms.norms(p)
-        return total_norm(norms if len(used) == len(norms) else norms[list(used)], p)
+        if len(used) < len(norms):
+            norms = norms[on_device(used, torch.int64, norms.device)]
+        return total_norm(norms, p)
 
     def scale_gradients(self, norm: Tensor, max_norm: float) -> None:
         """Clip: scale the gradient shards, whose global norm is `norm`, to at most `max_norm`."""
@@ -311,20 +273,26 @@ class Engine:
         if len(used) == len(self.step_views):
             self.steps.add_(advance)
         else:
-            self.steps[list(used)] += advance
+            self.steps[on_device(used, torch.int64, self.steps.device)] += advance
 
-    def _plan(self, used: Sequence[int]) -> list[tuple[int, list[tuple[dict[str, Any], set[int]]]]]:
-        """The buckets to update, in order, and for each the param groups with their slots."""
+    def _plan(self, used: list[int]) -> None:
+        """Which pieces of which buckets to update; the same as in the last step mostly."""
+        planned_for = (used, [len(group["params"]) for group in self.param_groups])
+        if planned_for == self._planned_for:
+            return
         with_gradient = set(used)
-        groups = [
-            (group, with_gradient.intersection(map(self.slot_of.get, group["params"])))
-            for group in self.param_groups
-        ]
-        work = []
-        for bucket, slots in enumerate(self.layout.slots_of_bucket):
-            if not with_gradient.isdisjoint(slots):
-                work.append((bucket, groups))
-        return work
+        group_of = {
+            self.slot_of[parameter]: number
+            for number, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+            if self.slot_of.get(parameter) in with_gradient
+        }
+        self._work = {
+            bucket.index: self.updaters[bucket.arena].plan(bucket.index, group_of)
+            for bucket in self.layout.buckets
+            if not with_gradient.isdisjoint(self.layout.slots_of_bucket[bucket.index])
+        }
+        self._planned_for = planned_for
 
     # --- what else the optimizer offers
 
@@ -359,15 +327,17 @@ class Engine:
         self._reread(range(len(self.parameters.tensors)))
 
     def write_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The first rank's values of `parameters` win."""
+        """The first rank's values of `parameters` win; masters follow where these are new."""
         slots = sorted(self.slot_of[p] for p in set(parameters) if p in self.slot_of)
         self.look_at_writes()
         for slot in slots:
             arena = self.arenas[self.layout.slots[slot].arena]
             place = self.layout.slots[slot]
             flat = arena.parameters[place.offset : place.offset + place.numel]
+            before = [parameter.clone() for parameter, _ in self.local_parts(slot)]
             self.transport.broadcast(flat, op=Op("writeback", bucket=slot)).wait()
-        self._reread(slots)
+            for old, (parameter, state) in zip(before, self.local_parts(slot), strict=True):
+                reread_master(parameter, state, parameter != old)
         self.parameters.mark_written_by_us(slots)
 
     def memory(self) -> dict[str, int]:
@@ -394,12 +364,17 @@ class Engine:
 
     def close(self) -> None:
         """Remove every hook and give back plain parameters."""
+        self.is_closed = True
+        _engines.discard(self)
         self.gradients.abandon()
         self.gradients.detach()
         self.parameters.detach()
         self.slot_of.clear()
-        self.is_closed = True
-        _engines.discard(self)
+        self.arenas.clear()
+        self.updaters.clear()
+        self.pool.release()
+        self.on_close(self)
+        self.on_added = self.on_close = _nothing
 
 
 ACTIONS = {
@@ -412,6 +387,10 @@ ACTIONS = {
 }
 
 
+def _nothing(*_: Any) -> None:
+    pass
+
+
 def _wires(dtype: str, precision: Precision) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes of gradients on the wire and of their sum."""
     return _dtype(wire_dtype(dtype, precision)), _dtype(sum_dtype(dtype, precision))
@@ -421,8 +400,3 @@ def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype)
     return found
-
-
-def _stored_dtype(parameter: nn.Parameter, precision: Precision) -> torch.dtype:
-    cast = precision.param_dtype
-    return cast if cast is not None and parameter.dtype == torch.float32 else parameter.dtype

@@ -69,6 +69,8 @@ def state_format(dtype: str, precision: Precision) -> Format:
 
 def wire_dtype(dtype: str, precision: Precision) -> str:
     """The dtype in which gradients of parameters of `dtype` travel."""
+    if precision.reduce == "wire16":
+        return dtype if dtype in ("bfloat16", "float16") else "bfloat16"
     return "float32" if precision.reduce == "fp32" else dtype
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from .engine import engines_of
+from .engine import engines_of, newest_engine
 from .errors import ConfigError
 
 __all__ = ["gather"]
@@ -24,7 +24,7 @@ def gather(
             Every rank must enter and leave; after an exception nothing is written.
 
     Raises:
-        ConfigError: no zeroshard optimizer owns any of the parameters.
+        ConfigError: there is no zeroshard optimizer.
     """
     if isinstance(target, nn.Module):
         parameters = list(target.parameters())
@@ -33,10 +33,11 @@ def gather(
     else:
         parameters = [target]
     engines = engines_of(parameters)
-    if not engines:
+    newest = newest_engine()
+    if newest is None:
         raise ConfigError(
-            f"no zeroshard optimizer owns a parameter of {type(target).__name__}: build "
-            "zeroshard.AdamW before gathering"
+            f"there is no zeroshard optimizer that could gather {type(target).__name__}: build "
+            "zeroshard.AdamW first"
         )
     if not writeback:
         yield
@@ -45,3 +46,5 @@ def gather(
     with torch.no_grad():
         for engine in engines:
             engine.write_back(parameters)
+        owned = {parameter for engine in engines for parameter in engine.slot_of}
+        newest.broadcast(dict.fromkeys(p for p in parameters if p not in owned))

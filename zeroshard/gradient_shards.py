@@ -34,8 +34,17 @@ class GradientShards:
         self.norms = GradientNorms(layout, arenas, self.transport)
         known = len(self.slices)
         self.slices += [Slices.of_slot(layout, slot.index) for slot in layout.slots[known:]]
-        self._handles = [None] * len(layout.slots)  # those before know the norms of before
+        for slot, handle in enumerate(self._handles):
+            if handle is not None:
+                handle.siblings = self.norms.of_slot(slot)
+        self._handles += [None] * (len(layout.slots) - known)
         self._zero.update(range(known, len(layout.slots)))
+
+    def detach(self) -> None:
+        """Let go of all arenas; ShardTensors that somebody kept keep their values."""
+        self._handles.clear()
+        self.arenas.clear()
+        self.norms = GradientNorms(self.layout, [], self.transport)
 
     def arena_of(self, slot: int) -> Arena:
         """The arena that a slot lies in."""
@@ -80,6 +89,10 @@ class GradientShards:
         """Copy this rank's slice of a gradient into its range."""
         self.about_to_change(slot)
         self.local(slot).copy_(local)
+
+    def is_zero(self, slot: int) -> None:
+        """The slot's range was overwritten with zeros."""
+        self._zero.add(slot)
 
     def clear(self, slot: int) -> bool:
         """Zero the range of a slot without a gradient; whether it was not zero before."""

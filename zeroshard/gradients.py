@@ -3,7 +3,6 @@
 Decides when a bucket is complete and what belongs into it; the schedule decides what follows.
 """
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 from .autograd_hooks import AutogradHooks
 from .errors import GradientError
 from .gradient_shards import GradientShards
-from .layout import Layout
+from .layout import Layout, plan_layout
 from .reduction import Reducer
 from .shard_tensor import ShardTensor
-from .storage import Arena, BufferPool
+from .storage import Arena, BufferPool, on_device
 from .transport import Op, Transport
 
 __all__ = ["Backward", "Gradients"]
@@ -36,6 +35,7 @@ class Backward:
         self.launched: set[int] = set()  # slots of which a part was launched
         self.carries: dict[int, bool] = {}  # slot -> adds to an earlier gradient
         self.renewed: set[int] = set()  # buckets whose shard was overwritten, not added to
+        self.is_whole = True  # goes through all buckets
         self.task = task  # the outermost graph task, once it is known
 
 
@@ -72,7 +72,7 @@ class Gradients:
         self.parameters: list[nn.Parameter] = []
         self.aside: dict[int, ShardTensor] = {}  # taken out of p.grad while autograd accumulates
         self.taken_out: set[int] = set()  # by the backward under way
-        self.unsynced: dict[int, weakref.ref[Tensor]] = {}  # left local by no_sync()
+        self.unsynced: dict[int, int] = {}  # left local by no_sync() -> version of the gradient
         self.backward: Backward | None = None
         self.rounds = 0  # synchronising backwards so far
         self.order: list[int] | None = None  # of launches, agreed after the first backward
@@ -81,6 +81,7 @@ class Gradients:
         self._task: int | None = None
         self._flags_are_valid = True
         self._checked_versions: list[int] = []
+        self.attach(plan_layout((), world_size=transport.world_size), [], [], [])
 
     def attach(
         self,
@@ -97,7 +98,8 @@ class Gradients:
             parameters: the user's parameters of the new slots, by slot index.
             wires: for each arena the dtype on the wire and that of the sum.
         """
-        self.layout, self.device = layout, arenas[0].device
+        self.layout = layout
+        self.device = arenas[0].device if arenas else torch.device("cpu")
         self.shards.attach(layout, arenas)
         self.reducer.attach(layout, wires)
         self.order = None
@@ -107,16 +109,19 @@ class Gradients:
             for slot, parameter in enumerate(parameters, start=first):
                 self.hooks.attach(slot, parameter)
                 if parameter.grad is not None:  # of a backward before we looked
-                    self.unsynced[slot] = weakref.ref(parameter.grad)
+                    self.unsynced[slot] = parameter.grad._version
 
     def detach(self) -> None:
         """Remove every hook and every slice from the parameters."""
         self.hooks.detach()
+        self.aside.clear()
         for parameter in self.parameters:
             if isinstance(parameter.grad, ShardTensor):
                 parameter.grad = None
             if parameter.grad is None and parameter.dtype != torch.float32:
                 parameter.grad_dtype = parameter.dtype
+        self.parameters.clear()
+        self.shards.detach()
 
     # --- what autograd tells
 
@@ -132,8 +137,16 @@ class Gradients:
             self.aside[slot] = grad
             self.taken_out.add(slot)
             parameter.grad = None
-        elif grad is None and not (self.backward and slot in self.backward.arrived):
-            self.aside.pop(slot, None)  # somebody set p.grad to None since
+        elif not (self.backward and slot in self.backward.arrived):
+            self._notice_zero_grad(slot, grad)
+
+    def _notice_zero_grad(self, slot: int, grad: Tensor | None) -> None:
+        """Forget what was set aside if somebody dropped or zeroed `p.grad` since."""
+        if grad is None:
+            self.unsynced.pop(slot, None)
+            self.aside.pop(slot, None)
+        elif slot in self.aside and grad._version != self.unsynced.get(slot) and not grad.any():
+            self.aside.pop(slot)
 
     def accumulated(self, slot: int) -> None:
         """A gradient of this rank is in `p.grad`: take it, and launch what is complete."""
@@ -146,7 +159,7 @@ class Gradients:
                 "AdamW does not support sparse gradients: build the embedding with sparse=False"
             )
         if not self.synchronise:
-            self.unsynced[slot] = weakref.ref(grad)
+            self.unsynced[slot] = grad._version
             return
         self.hooks.call_at_end()
         backward = self.backward or self._begin(self._task)
@@ -183,6 +196,8 @@ class Gradients:
 
     def _begin(self, task: int | None) -> Backward:
         self.on_begin()
+        if self._checked_versions != self.shards.versions():
+            self._flags_are_valid = False
         self.rounds += 1
         order = self.order or range(len(self.layout.buckets))
         self.backward = Backward(self.layout, order, task)
@@ -242,11 +257,12 @@ class Gradients:
 
     def close(self) -> None:
         """Launch what is left of the backward under way, wait, and set every `p.grad`."""
+        self._put_back()
         backward = self.backward
         if backward is None:
             return
         for slot in list(self.unsynced):
-            if self._is_local(slot) and slot not in backward.arrived:
+            if self._is_local(slot):
                 self._take(slot, backward)
         try:
             # Every bucket goes on the wire, also one without a gradient here: another rank may have
@@ -257,7 +273,7 @@ class Gradients:
             if any(late):
                 self._second_round(backward, late)
             self.on_end()
-            if self.order is None:
+            if self.order is None and backward.is_whole:
                 self.order = self._agree_on_order(backward)
         finally:
             self.backward = None
@@ -265,18 +281,25 @@ class Gradients:
             if is_used:
                 self.aside.pop(slot, None)
                 self.parameters[slot].grad = self.shards.handle(slot)
+            elif backward.carries.get(slot) is False:
+                self.shards.is_zero(slot)  # the sum of no gradient
         self._renew_flags(backward)
 
     def abandon(self) -> None:
         """Finish a backward that an exception cut short, so that no rank waits for this one."""
-        self._put_back()
         self.close()
+
+    def drop_set_aside(self) -> None:
+        """What zero_grad() means for gradients that are not in `p.grad` alone."""
+        self.aside.clear()
+        self.unsynced.clear()
 
     def reduce_local(self, slots: Sequence[int]) -> None:
         """Reduce gradients that this rank made before their parameters were ours."""
         backward = self._begin(None)
         buckets = {bucket for slot in slots for bucket in self.layout.buckets_of_slot[slot]}
         backward.waiting = deque(bucket for bucket in backward.waiting if bucket in buckets)
+        backward.is_whole = False
         for slot in slots:
             if self.parameters[slot].grad is not None:
                 self._take(slot, backward)
@@ -285,16 +308,16 @@ class Gradients:
     def _agree_on_use(self, backward: Backward) -> tuple[list[bool], list[bool]]:
         """Which slots any rank has a gradient of, and which any rank has a late one of.
 
-        The host reads the answer only where it must: a rank with all gradients and none late
-        knows it.
+        The host reads the answer only where it must: a rank with all gradients knows who is used,
+        and none is late where no backward ran inside of another.
         """
         slots = range(len(self.parameters))
         mine = [slot in backward.arrived for slot in slots]
         late = [slot in backward.late for slot in slots]
-        bits = torch.tensor([*mine, *late], dtype=torch.uint8, device=self.device)
+        bits = on_device([*mine, *late], torch.uint8, self.device)
         op = Op("use of parameters", round=self.rounds)
         self.transport.all_reduce(bits, "max", op=op).wait()
-        if self.device.type != "cpu" and all(mine) and not any(late):
+        if self.device.type != "cpu" and all(mine) and not self.hooks.saw_nested:
             return mine, late
         said = [bool(bit) for bit in bits.tolist()]
         return said[: len(slots)], said[len(slots) :]
@@ -311,7 +334,7 @@ class Gradients:
     def _agree_on_order(self, backward: Backward) -> list[int]:
         """The order in which buckets became complete on the first rank, incomplete ones last."""
         order = dict.fromkeys([*backward.ready, *range(len(self.layout.buckets))])
-        said = torch.tensor(list(order), device=self.device)
+        said = on_device(list(order), torch.int64, self.device)
         self.transport.broadcast(said, op=Op("launch order", round=self.rounds)).wait()
         return [int(bucket) for bucket in said.tolist()]
 
@@ -319,7 +342,7 @@ class Gradients:
         """The flags speak for every gradient once each bucket was reduced anew, or is zero."""
         zero = self.shards.zero_buckets()
         if zero:
-            self.reducer.flags[zero] = 0
+            self.reducer.flags[on_device(zero, torch.int64, self.device)] = 0
         if len(backward.renewed.union(zero)) == len(self.layout.buckets):
             self._flags_are_valid = True
         self._checked_versions = self.shards.versions()
@@ -339,8 +362,10 @@ class Gradients:
             self._checked_versions = self.shards.versions()
 
     def _is_local(self, slot: int) -> bool:
+        """Whether `p.grad` is this rank's own, or was made of it: nothing says otherwise."""
         grad = self.parameters[slot].grad
-        return grad is not None and self.unsynced[slot]() is grad
+        is_plain = grad is not None and not isinstance(grad, ShardTensor)
+        return slot in self.unsynced and is_plain
 
     def collect(self) -> tuple[list[int], bool]:
         """Bring every `p.grad` into the gradient shards.
@@ -371,10 +396,11 @@ class Gradients:
         """This rank's slice of a gradient that the user, DDP or a single process put there."""
         name = self.layout.slots[slot].spec.name
         slices = self.shards.slices[slot]
-        if slot in self.unsynced and self._is_local(slot) and not self.ddp_owns_gradients():
+        if self._is_local(slot) and not self.ddp_owns_gradients():
             raise GradientError(
                 f"parameter {name!r} holds a gradient of this rank alone, from a backward under "
-                "no_sync(): run the last backward before step() outside of no_sync()"
+                "no_sync(): run the last backward before step() outside of no_sync(), or call "
+                "zero_grad() before setting a gradient of your own"
             )
         if grad.layout != torch.strided:
             raise GradientError(f"AdamW does not support sparse gradients, {name!r} has one")

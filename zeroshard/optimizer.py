@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from .config import Options, Precision
 from .engine import Engine
 from .errors import ConfigError, GradientError
-from .parameters import owners_of
 from .state import check_groups, consolidate, load_slot, slices_of, state_of
 from .transport import connect
 from .wrappers import DDPGuard, unwrap
@@ -121,10 +120,12 @@ class AdamW(torch.optim.Optimizer):
         )
         self._engine: Engine | None = None
         self._consolidated: dict[int, dict[str, Any]] | None = None
+        self._is_built = False
         super().__init__(params, defaults)
         for group in self.param_groups:
             _check_group(group)
         self._build(options, None if model is None else unwrap(model), mesh)
+        self._is_built = True
 
     def _build(
         self,
@@ -134,23 +135,34 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        device = (trainable or parameters)[0].device
+        trainable_set = set(trainable)
+        device = (trainable or parameters or [torch.empty(0)])[0].device
         named = _in_forward_order(self.param_groups, model)
         transport = connect(mesh, device)
-        engine = Engine(options, transport, {} if model is None else owners_of(model))
+        engine = Engine(options, transport)
         engine.param_groups = self.param_groups
         engine.on_added = self._show_state
-        engine.add(named, {**options.describe(), **_describe_groups(self.param_groups)})
-        if options.sync_init:
-            rest = [*model.parameters(), *model.buffers()] if model is not None else []
-            engine.broadcast(dict.fromkeys([*parameters, *rest]))
+        engine.on_close = self._engine_closed
+        others = [p for p in parameters if not p.requires_grad]
+        if model is not None:
+            others += [*(p for p in model.parameters() if p not in trainable_set), *model.buffers()]
+        others = list(dict.fromkeys(others))
+        description = {**options.describe(), **_describe_groups(self.param_groups)}
+        try:
+            engine.add(named, {**description, **_describe_others(others)})
+            if options.sync_init:
+                engine.broadcast(others)
+        except BaseException:
+            engine.close()
+            raise
         self._engine = engine
-        self._watch_ddp(engine)
+        if transport.distributed:
+            engine.gradients.ddp_owns_gradients = DDPGuard(engine.slot_of)
         self._show_state(trainable)
 
-    def _watch_ddp(self, engine: Engine) -> None:
-        if engine.transport.distributed:
-            engine.gradients.ddp_owns_gradients = DDPGuard(engine.slot_of)
+    def _engine_closed(self, engine: Engine) -> None:
+        if self._engine is engine:
+            self.state.clear()
 
     def _show_state(self, parameters: Iterable[nn.Parameter]) -> None:
         engine = self._engine
@@ -163,7 +175,8 @@ class AdamW(torch.optim.Optimizer):
         """The engine that does the work."""
         if self._engine is None or self._engine.is_closed:
             raise ConfigError(
-                "this optimizer was closed, or a newer one took over its parameters: build one more"
+                "this optimizer cannot work: it was closed, it is a copy, or a newer one took over "
+                "its parameters. Build one with zeroshard.AdamW(...)"
             )
         return self._engine
 
@@ -195,12 +208,15 @@ class AdamW(torch.optim.Optimizer):
         """As torch's; also ends what an exception in backward left under way."""
         if self._engine is not None:
             self._engine.gradients.abandon()
+            self._engine.gradients.drop_set_aside()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; every rank must add the same parameters."""
+        if self._is_built:
+            self.engine  # noqa: B018 - raises if it was closed
         super().add_param_group(param_group)
-        if self._engine is None:
+        if not self._is_built:
             return
         group = self.param_groups[-1]
         try:
@@ -211,7 +227,7 @@ class AdamW(torch.optim.Optimizer):
                 for index, parameter in enumerate(group["params"])
                 if parameter.requires_grad
             ]
-            self._engine.add(named, _describe_groups(self.param_groups))
+            self.engine.add(named, _describe_groups(self.param_groups))
         except Exception:
             self.param_groups.pop()
             raise
@@ -272,6 +288,8 @@ class AdamW(torch.optim.Optimizer):
             for key, parameter in zip(saved["params"], group["params"], strict=True)
             if parameter in engine.slot_of
         }
+        for group, saved in groups:
+            _check_group({**group, **saved})
         slices = {slot: slices_of(engine, slot, saved) for slot, saved in loaded.items()}
         for slot, local in slices.items():  # everything fits: now change it
             load_slot(engine, slot, local)
@@ -286,6 +304,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._engine = None
+        self._is_built = True
         self._consolidated = None
         super().__setstate__(state)
 
@@ -325,7 +344,7 @@ class AdamW(torch.optim.Optimizer):
         engine.gradients.close()
         used, _ = engine.gradients.collect()
         if not used:
-            return torch.zeros(())
+            return torch.zeros((), device=engine.steps.device)
         norm = engine.grad_norm(used, float(norm_type))
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise GradientError(
@@ -358,21 +377,20 @@ class AdamW(torch.optim.Optimizer):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-            self.state.clear()
 
 
 def _check_group(group: dict[str, Any]) -> None:
     """What torch's constructor checks, for every group, and what only torch's AdamW can do."""
     beta1, beta2 = group["betas"]
-    for name, value, valid in (
-        ("lr", group["lr"], float(group["lr"]) >= 0),
-        ("eps", group["eps"], group["eps"] >= 0),
-        ("betas[0]", beta1, 0 <= beta1 < 1),
-        ("betas[1]", beta2, 0 <= beta2 < 1),
-        ("weight_decay", group["weight_decay"], group["weight_decay"] >= 0),
+    for name, value, expected, valid in (
+        ("lr", group["lr"], "at least 0", float(group["lr"]) >= 0),
+        ("eps", group["eps"], "at least 0", group["eps"] >= 0),
+        ("betas[0]", beta1, "from 0 to below 1", 0 <= beta1 < 1),
+        ("betas[1]", beta2, "from 0 to below 1", 0 <= beta2 < 1),
+        ("weight_decay", group["weight_decay"], "at least 0", group["weight_decay"] >= 0),
     ):
         if not valid:
-            raise ConfigError(f"Invalid {name} value: expected a value in range, got {value}")
+            raise ConfigError(f"Invalid {name}: expected a number {expected}, got {value}")
     if group["amsgrad"]:
         raise ConfigError(
             "amsgrad=True is not supported, its third moment is not sharded: use amsgrad=False, "
@@ -409,6 +427,13 @@ def _describe_groups(groups: Sequence[dict[str, Any]]) -> dict[str, str]:
             [f"{len(group['params'])} parameters", *(f"{k}={_plain(group[k])}" for k in options)]
         )
         for number, group in enumerate(groups)
+    }
+
+
+def _describe_others(tensors: Iterable[Tensor]) -> dict[str, str]:
+    return {
+        f"frozen parameter or buffer {number}": f"shape {tuple(tensor.shape)}, {tensor.dtype}"
+        for number, tensor in enumerate(tensors)
     }
 
 

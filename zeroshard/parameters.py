@@ -3,7 +3,7 @@
 Owns the re-pointing of `.data`; knows no gradients and no optimizer state.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -14,20 +14,9 @@ from .errors import ConfigError
 from .layout import ParamSpec
 from .storage import Arena, slot_view
 from .transport import Op, Pending, Transport
+from .wrappers import Owners, owners_of
 
-__all__ = ["Parameters", "check_trainable", "dense_stride", "describe_parameter", "owners_of"]
-
-Owners = Mapping[nn.Parameter, Sequence[tuple[nn.Module, str]]]
-
-
-def owners_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Which modules hold each parameter, and under which attribute."""
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(parameter, []).append((module, name))
-    return owners
+__all__ = ["Parameters", "check_trainable", "dense_stride", "describe_parameter"]
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -54,7 +43,7 @@ def describe_parameter(name: str, parameter: Tensor, dtype: torch.dtype) -> Para
 def check_trainable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Raise if parameters are tensor-parallel, on several devices, or share memory."""
     devices = sorted({str(parameter.device) for _, parameter in named})
-    if len(devices) > 1 or devices[0].startswith("meta"):
+    if len(devices) > 1 or any(device.startswith("meta") for device in devices):
         raise ConfigError(
             f"all trainable parameters must be on one real device, got {', '.join(devices)}: "
             "move the model before building the optimizer"
@@ -84,13 +73,13 @@ def check_trainable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
 class Parameters:
     """Slot by slot: the user's parameter, its view of the arena, and the version last seen."""
 
-    def __init__(self, transport: Transport, owners: Owners) -> None:
-        self.transport, self.owners = transport, owners
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.owners: Owners = {}
         self.tensors: list[nn.Parameter] = []
         self.views: list[Tensor] = []
         self.names: list[str] = []
         self.versions: list[int] = []
-        self._arena_of: list[Arena] = []
 
     def attach(self, arenas: Sequence[Arena], parameters: Sequence[nn.Parameter]) -> None:
         """Point parameters at their slots, whose values are theirs already.
@@ -100,6 +89,7 @@ class Parameters:
             parameters: the user's parameters of all slots of these arenas, by slot index.
         """
         slots = sorted((s for a in arenas for s in a.plan.slots), key=lambda slot: slot.index)
+        self.owners.update(owners_of(set(parameters)))
         by_index = {arena.plan.index: arena for arena in arenas}
         for slot, parameter in zip(slots, parameters, strict=True):
             arena = by_index[slot.arena]
@@ -108,7 +98,6 @@ class Parameters:
             self.tensors.append(parameter)
             self.views.append(view)
             self.names.append(slot.spec.name)
-            self._arena_of.append(arena)
             parameter.data = view
             self.versions.append(parameter._version)
 
@@ -120,8 +109,9 @@ class Parameters:
         """
         moved = self._moved()
         for slot, parameter in enumerate(self.tensors):
-            for module, name in self.owners.get(parameter, ()):
-                if module._parameters.get(name) is not parameter:
+            for reference, name in self.owners.get(parameter, ()):
+                module = reference()
+                if module is not None and module._parameters.get(name) is not parameter:
                     raise ConfigError(_replaced(self.names[slot], module))
         for slot in moved:
             self._check_kind(slot)
@@ -178,6 +168,8 @@ class Parameters:
         for parameter, view in zip(self.tensors, self.views, strict=True):
             if parameter.data_ptr() == view.data_ptr():
                 parameter.data = view.clone()
+        self.views.clear()
+        self.tensors.clear()
 
 
 def _replaced(name: str, module: nn.Module) -> str:

@@ -48,7 +48,8 @@ class Reducer:
             wires: for each arena the dtype on the wire and that of the sum.
         """
         self.layout, self.wires = layout, wires
-        device = self.shards.arenas[0].device
+        arenas = self.shards.arenas
+        device = arenas[0].device if arenas else torch.device("cpu")
         self.flags = torch.zeros(len(layout.buckets), device=device)
         self.inv_scale = torch.full((1,), self.scale, device=device)
         self.segments = [

@@ -13,12 +13,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .boxes import Box, boxes_of
 from .layout import Layout
 from .shard_reductions import REDUCTIONS, connected, refusal
 from .transport import Op, Transport
@@ -114,6 +121,7 @@ class ShardTensor(DTensor):
     slices: Slices
     transport: Transport | None
     siblings: Siblings | None
+    saved_by: int | None = None  # the rank whose slice it is, for one that was loaded from a file
 
     @staticmethod
     def __new__(
@@ -187,22 +195,68 @@ class ShardTensor(DTensor):
         """Refused."""
         raise refusal("tolist")
 
+    def boxes(self) -> list[Box]:
+        """This rank's slice as boxes of the whole tensor."""
+        rank = self.transport.rank if self.transport is not None else self.saved_by or 0
+        shape, stride = self.slices.shape, self.slices.stride
+        if self.slices.numel == 0:  # nobody has an element: the first rank speaks for it
+            return [Box((0,) * len(shape), shape, 0)] if rank == 0 else []
+        found: list[Box] = []
+        at = 0
+        for start, numel in self.slices.by_rank[rank]:
+            found += boxes_of(shape, stride, start, numel, at)
+            at += numel
+        return found
+
+    # The protocol by which torch.distributed.checkpoint asks a tensor for its chunks.
+
+    def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(self._local_tensor),
+                    size=torch.Size(self.slices.shape),
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box in self.boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        (box,) = (box for box in self.boxes() if box.offsets == tuple(index.offset or ()))
+        numel = math.prod(box.sizes)
+        # Dense in the order of the whole tensor's strides, as its elements lie in the slice.
+        order = sorted(range(len(box.sizes)), key=lambda dim: (-self.slices.stride[dim], dim))
+        flat = self._local_tensor[box.start : box.start + numel]
+        ordered = flat.view([box.sizes[dim] for dim in order])
+        return ordered.permute([order.index(dim) for dim in range(len(box.sizes))])
+
     def redistribute(self, *args: object, **kwargs: object) -> Any:
         """Refused: a ragged slice has no other placement."""
         raise refusal("redistribute")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardTensor":
-        return ShardTensor(self._local_tensor.clone(), self.slices, self.transport)
+        return self.like(self._local_tensor.clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle this rank's slice only: it can be loaded again by the same rank of as many."""
-        rank = self.transport.rank if self.transport is not None else 0
+        rank = self.transport.rank if self.transport is not None else self.saved_by
         slices = (self.slices.shape, self.slices.stride, self.slices.by_rank)
         return (_unpickle, (self._local_tensor.detach().clone(), slices, rank))
 
     def like(self, local: Tensor) -> "ShardTensor":
         """A ShardTensor of the same slices around another local tensor."""
-        return ShardTensor(local, self.slices, self.transport)
+        other = ShardTensor(local, self.slices, self.transport)
+        other.saved_by = self.saved_by
+        return other
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -254,8 +308,10 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
     ShardTensor.__torch_function__ = classmethod(_through_own_dispatch)  # type: ignore
 
 
-def _unpickle(local: Tensor, slices: tuple[Any, Any, Any], rank: int) -> ShardTensor:
-    return ShardTensor(local, Slices(*slices), None)
+def _unpickle(local: Tensor, slices: tuple[Any, Any, Any], rank: int | None) -> ShardTensor:
+    loaded = ShardTensor(local, Slices(*slices), None)
+    loaded.saved_by = rank
+    return loaded
 
 
 # Elementwise in effect although torch does not tag them as pointwise.
@@ -307,18 +363,29 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     local_args = tuple(local(arg, 0) for arg in args)
     kwargs = {key: local(value, 0) for key, value in kwargs.items() if key != "memory_format"}
     out = func(*local_args, **kwargs)
-    if out is None:
+    if out is None:  # torch._foreach_ in place
+        _written(args[0])
         return None
     if func._schema.is_mutable:
+        _written(args[0])
         return args[0]
     if isinstance(out, (list, tuple)):
         return type(out)(leader.like(o) for leader, o in zip(leaders, out, strict=True))
     return leaders[0].like(out)
 
 
-def _unscale(grads: Sequence[ShardTensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+def _written(tensors: Any) -> None:
+    """Count a write. Below autograd, where dispatch runs, torch counts none."""
+    for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+        if isinstance(tensor, ShardTensor):
+            torch.autograd.graph.increment_version(tensor._local_tensor)
+
+
+def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """GradScaler's check, with a flag that every rank agrees on."""
-    locals_ = [grad._local_tensor for grad in grads]
+    sharded = [grad for grad in grads if isinstance(grad, ShardTensor)]
+    locals_ = [g._local_tensor if isinstance(g, ShardTensor) else g for g in grads]
     aten._amp_foreach_non_finite_check_and_unscale_(locals_, found_inf, inv_scale)
-    transport = connected(grads[0], "GradScaler.unscale_()")
+    _written(grads)
+    transport = connected(sharded[0], "GradScaler.unscale_()")
     transport.all_reduce(found_inf, "max", op=Op("found_inf")).wait()

@@ -39,7 +39,8 @@ def master_of(engine: Engine, slot: int) -> ShardTensor | None:
     masters = [exact_master(parameter, state) for parameter, state in engine.local_parts(slot)]
     if engine.formats[engine.layout.slots[slot].arena].master not in ("split", "fp32"):
         return None
-    local = torch.cat([master for master in masters if master is not None] or [torch.empty(0)])
+    nothing = torch.empty(0, device=engine.steps.device)
+    local = torch.cat([nothing, *(master for master in masters if master is not None)])
     return ShardTensor(local, engine.gradients.shards.slices[slot], engine.transport)
 
 
@@ -139,11 +140,10 @@ def _local(engine: Engine, slot: int, value: Any, what: str) -> Tensor:
                 "bucket size, which do not fit this optimizer: save it with "
                 "consolidate_state_dict() instead"
             )
-        expected = slices.numels[engine.transport.rank]
-        if value._local_tensor.numel() != expected:
+        if value.saved_by not in (None, engine.transport.rank):
             raise ConfigError(
-                f"{what} holds {value._local_tensor.numel()} elements, this rank's slice has "
-                f"{expected}: every rank must load the file that it saved itself"
+                f"{what} was saved by rank {value.saved_by} and is loaded by rank "
+                f"{engine.transport.rank}: every rank must load the file that it saved itself"
             )
         return value._local_tensor
     if isinstance(value, DTensor):

@@ -3,14 +3,14 @@
 Decides nothing about when; allocates, hands out views, and counts what is really held.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from .layout import ArenaPlan, Layout
 
-__all__ = ["Arena", "BufferPool", "slot_view", "storage_nbytes"]
+__all__ = ["Arena", "BufferPool", "on_device", "slot_view", "storage_nbytes"]
 
 
 class Arena:
@@ -31,6 +31,7 @@ class Arena:
         self.device = torch.device(plan.device)
         self.parameters = self.allocate(plan.numel, plan.dtype)
         self.gradients: Tensor | None = None
+        self.generation = 0  # how often the gradient shard was allocated
         self.state: dict[str, Tensor] = {}
 
     def allocate(self, numel: int, dtype: str) -> Tensor:
@@ -41,6 +42,7 @@ class Arena:
         """The gradient shard; allocated the first time it is asked for."""
         if self.gradients is None:
             self.gradients = self.allocate(self.shard_numel, "float32")
+            self.generation += 1
         return self.gradients
 
     def bucket(self, index: int) -> Tensor:
@@ -54,10 +56,13 @@ class Arena:
         start = bucket.offset + self.rank * bucket.shard_numel
         return self.parameters[start : start + bucket.shard_numel]
 
-    def gather_shards(self) -> Tensor:
-        """[shard_numel] copy of this rank's shards of all buckets."""
-        shards = [self.parameter_shard(bucket.index) for bucket in self.plan.buckets]
-        return torch.cat(shards) if shards else self.parameters.new_empty(0)
+
+def on_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small tensor of host values, copied without making the host wait for the device."""
+    tensor = torch.tensor(values, dtype=dtype)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def slot_view(flat: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:

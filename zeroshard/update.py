@@ -6,7 +6,7 @@ and starts at a multiple of 256 elements, which makes the result bitwise that of
 Source: Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from .layout import Layout
 from .storage import Arena
 from .triton_kernels.cast import join_master, split_master
 
-__all__ = ["Updater", "exact_master", "reread_master", "restore_master", "seed_master"]
+__all__ = ["Updater", "Work", "exact_master", "reread_master", "restore_master", "seed_master"]
 
 CHUNK = {"cpu": 32768}  # elements of fp32 master made at a time, so that it stays in the cache
 
@@ -64,6 +64,10 @@ def plan_chunks(layout: Layout, bucket: int, rank: int, chunk_numel: int) -> tup
     return tuple(chunks)
 
 
+Work = list[tuple[Chunk, dict[int, list[Piece]]]]
+"""Chunks to update, each with its pieces by the number of their param group."""
+
+
 class Updater:
     """The update of one arena's shards on this rank.
 
@@ -79,41 +83,57 @@ class Updater:
             bucket.index: plan_chunks(layout, bucket.index, arena.rank, chunk_numel)
             for bucket in arena.plan.buckets
         }
-        self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._views: dict[int, tuple[Tensor, ...]] = {}
+
+    def plan(self, bucket: int, group_of: Mapping[int, int]) -> Work:
+        """What to update of a bucket.
+
+        Args:
+            bucket: index of the bucket.
+            group_of: slot -> number of its param group, for slots that have a gradient.
+        """
+        work: Work = []
+        for chunk in self.chunks[bucket]:
+            by_group: dict[int, list[Piece]] = {}
+            for piece in chunk.pieces:
+                if piece.slot in group_of:
+                    by_group.setdefault(group_of[piece.slot], []).append(piece)
+            if by_group:
+                work.append((chunk, by_group))
+        return work
 
     def update(
         self,
         bucket: int,
-        groups: Sequence[tuple[dict[str, Any], set[int]]],
+        work: Work,
+        param_groups: Sequence[dict[str, Any]],
         found_inf: Tensor | None,
     ) -> None:
         """Update this rank's shard of a bucket, in place.
 
         Args:
             bucket: index of the bucket.
-            groups: torch param group and the slots of it that have a gradient.
+            work: what `plan` made for it.
+            param_groups: torch's param groups.
             found_inf: [1] fp32; where it is 1 nothing changes. None: always update.
         """
         shard = self.arena.parameter_shard(bucket)
         masters = MASTERS[self.format.master]
-        for chunk in self.chunks[bucket]:
-            used = [
-                (group, [piece for piece in chunk.pieces if piece.slot in slots])
-                for group, slots in groups
-            ]
-            if not any(pieces for _, pieces in used):
-                continue
+        offset = self.layout.buckets[bucket].shard_offset
+        for chunk, by_group in work:
             high = shard[chunk.start : chunk.stop]
-            offset = self.layout.buckets[bucket].shard_offset
             state = {
                 name: flat[offset + chunk.start : offset + chunk.stop]
                 for name, flat in self.arena.state.items()
             }
             master = masters.load(high, state)
-            for group, pieces in used:
-                if pieces:
-                    self._adamw(group, pieces, master, offset + chunk.start, found_inf)
+            for number, pieces in by_group.items():
+                self._adamw(param_groups[number], pieces, master, offset + chunk.start, found_inf)
             masters.store(master, high, state)
+
+    def forget_gradients(self) -> None:
+        """Let go of views of gradient shards that were freed."""
+        self._views.clear()
 
     def _adamw(
         self,
@@ -145,15 +165,15 @@ class Updater:
 
     def _state_of(self, piece: Piece) -> tuple[Tensor, ...]:
         """Gradient and moments of a piece; views are made once, the flat tensors live on."""
-        gradients = self.arena.gradients
-        assert gradients is not None
-        key = (piece.start, gradients.data_ptr())
-        views = self._views.get(key)
+        views = self._views.get(piece.start)
         if views is None:
-            if self._views and next(iter(self._views))[1] != key[1]:
-                self._views.clear()  # the gradient shard was allocated anew
-            flats = (gradients, self.arena.state["exp_avg"], self.arena.state["exp_avg_sq"])
-            views = self._views[key] = tuple(flat[piece.start : piece.stop] for flat in flats)
+            flats = (
+                self.arena.allocate_gradients(),
+                self.arena.state["exp_avg"],
+                self.arena.state["exp_avg_sq"],
+            )
+            views = tuple(flat[piece.start : piece.stop] for flat in flats)
+            self._views[piece.start] = views
         return views
 
 
@@ -194,15 +214,21 @@ def seed_master(values: Tensor, parameter: Tensor, state: dict[str, Tensor], mas
     MASTERS[master].store(values, parameter, state)
 
 
-def reread_master(parameter: Tensor, state: dict[str, Tensor]) -> None:
-    """Take over what was written to a parameter: the master keeps its lower bits only where the
-    parameter is still its rounding."""
+def reread_master(parameter: Tensor, state: dict[str, Tensor], written: Tensor) -> None:
+    """Take over what was written to a parameter.
+
+    Args:
+        parameter: [n], this rank's elements.
+        state: their state.
+        written: [n] bool, elements that may have been written to. A split master loses its lower
+            half there; an fp32 master keeps its value where the parameter still is its rounding.
+    """
     if "remainder" in state:
-        state["remainder"].zero_()
+        state["remainder"].masked_fill_(written, 0)
     if "master" in state:
         master = state["master"]
-        kept = master.to(parameter.dtype) == parameter
-        master.copy_(torch.where(kept, master, parameter.float()))
+        changed = written & (master.to(parameter.dtype) != parameter)
+        master.copy_(torch.where(changed, parameter.float(), master))
 
 
 def exact_master(parameter: Tensor, state: dict[str, Tensor]) -> Tensor | None:

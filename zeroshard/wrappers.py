@@ -1,4 +1,6 @@
-"""Is a live DistributedDataParallel averaging our gradients? Changes nothing.
+"""Which live modules hold our parameters: a DDP that averages gradients, and the owners.
+
+Changes nothing.
 
 A post-accumulate hook fires before DDP's reducer: taking a gradient away there would make DDP
 average zeros. So where a DDP wraps the model its gradients are left alone.
@@ -7,55 +9,64 @@ average zeros. So where a DDP wraps the model its gradients are left alone.
 import gc
 import warnings
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch.nn as nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["DDPGuard", "DDPWatch", "unwrap"]
+__all__ = ["DDPGuard", "DDPWatch", "Owners", "owners_of", "unwrap"]
+
+Owners = dict[nn.Parameter, list[tuple["weakref.ref[nn.Module]", str]]]
 
 
 class DDPWatch:
-    """Knows every DDP instance that lives, whether made before this object or after it."""
+    """Knows every DDP instance that lives, whether made before this object or after it.
+
+    Attributes:
+        generation: changes whenever an instance is made or goes.
+    """
 
     def __init__(self) -> None:
-        self._known: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        for thing in gc.get_objects():
-            if issubclass(type(thing), DistributedDataParallel):
-                self._known.add(thing)
         self.generation = 0
+        self._known: list[weakref.ref[DistributedDataParallel]] = []
+        for module in live_modules():
+            if isinstance(module, DistributedDataParallel):
+                self._add(module)
         this = weakref.ref(self)
 
         def seen(module: nn.Module, name: str, child: Any) -> None:
             watch = this()
             if watch is not None and isinstance(module, DistributedDataParallel):
-                watch._known.add(module)
-                watch.generation += 1
+                watch._add(module)
 
         # DDP's constructor registers the wrapped model, which is how a later one is noticed.
         handle = register_module_module_registration_hook(seen)
-        self._finalizer = weakref.finalize(self, handle.remove)
+        self.close = weakref.finalize(self, handle.remove)
 
-    def wraps(self, parameters: Iterable[nn.Parameter]) -> bool:
+    def _add(self, ddp: DistributedDataParallel) -> None:
+        this = weakref.ref(self)
+
+        def gone(reference: "weakref.ref[DistributedDataParallel]") -> None:
+            watch = this()
+            if watch is not None:
+                watch._known.remove(reference)
+                watch.generation += 1
+
+        if all(reference() is not ddp for reference in self._known):
+            self._known.append(weakref.ref(ddp, gone))
+            self.generation += 1
+
+    def wraps(self, parameters: Collection[nn.Parameter]) -> bool:
         """Whether a live DDP holds any of the parameters."""
-        if not self._known:
-            return False
-        ours = set(parameters)
+        live = [ddp for ddp in (reference() for reference in self._known) if ddp is not None]
         return any(
-            not ours.isdisjoint(ddp.module.parameters())
-            for ddp in list(self._known)
+            parameter in parameters
+            for ddp in live
             if "module" in ddp._modules
+            for parameter in ddp.module.parameters()
         )
-
-    def count(self) -> int:
-        """How many DDP instances live: when it has not changed, nor has the answer."""
-        return len(self._known)
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._finalizer()
 
 
 class DDPGuard:
@@ -64,14 +75,13 @@ class DDPGuard:
     def __init__(self, parameters: Collection[nn.Parameter]) -> None:
         self.watch = DDPWatch()
         self.parameters = parameters
-        self.seen: tuple[int, int] = (-1, -1)
+        self.seen = -1
         self.answer = False
         self.warned = False
 
     def __call__(self) -> bool:
-        now = (self.watch.generation, self.watch.count())
-        if now != self.seen:
-            self.seen = now
+        if self.watch.generation != self.seen:
+            self.seen = self.watch.generation
             self.answer = self.watch.wraps(self.parameters)
             if self.answer and not self.warned:
                 self.warned = True
@@ -82,6 +92,26 @@ class DDPGuard:
                     stacklevel=2,
                 )
         return self.answer
+
+
+def live_modules() -> Iterator[nn.Module]:
+    """Every module that lives in this process."""
+    for thing in gc.get_objects():
+        if nn.Module in type(thing).__mro__:
+            yield thing
+
+
+def owners_of(parameters: Collection[nn.Parameter]) -> Owners:
+    """Which modules hold each parameter, and under which attribute; modules are not kept alive.
+
+    Looked up among all live modules, since an optimizer is mostly built from `parameters()`.
+    """
+    owners: Owners = {}
+    for module in live_modules():
+        for name, parameter in module.__dict__.get("_parameters", {}).items():
+            if parameter is not None and parameter in parameters:
+                owners.setdefault(parameter, []).append((weakref.ref(module), name))
+    return owners
 
 
 def unwrap(model: nn.Module) -> nn.Module:

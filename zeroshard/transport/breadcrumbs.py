@@ -31,30 +31,29 @@ class Breadcrumbs:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._under_way: deque[tuple[float, Op, Callable[[], bool]]] = deque()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._is_looking = False
 
     def watch(self, op: Op, is_done: Callable[[], bool]) -> None:
         """Remember an operation until `is_done` (which must not block) says so."""
-        with self._changed:
+        with self._lock:
+            while self._under_way and self._under_way[0][2]():
+                self._under_way.popleft()
             self._under_way.append((time.monotonic(), op, is_done))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._look, daemon=True)
-                self._thread.start()
+            if not self._is_looking:
+                self._is_looking = True
+                threading.Thread(target=self._look, daemon=True).start()
 
     def _look(self) -> None:
-        """Look at the oldest operations now and then; end when there is none."""
-        while True:
+        """Look at the operations now and then; end when there is none."""
+        goes_on = True
+        while goes_on:
             time.sleep(self.timeout_s / 20)
-            with self._changed:
-                self._under_way = deque(entry for entry in self._under_way if not entry[2]())
+            with self._lock:
                 late = time.monotonic() - self.timeout_s / 2
-                stuck = [entry for entry in self._under_way if entry[0] < late]
-                for entry in stuck:
-                    self._under_way.remove(entry)
-                if not self._under_way:
-                    self._thread = None
+                waiting = [entry for entry in self._under_way if not entry[2]()]
+                stuck = [entry for entry in waiting if entry[0] < late]
+                self._under_way = deque(entry for entry in waiting if entry[0] >= late)
+                goes_on = self._is_looking = bool(self._under_way)
             for _, op, _ in stuck:
                 logger.warning(STUCK, op, self.timeout_s / 2, self.timeout_s)
-            if self._thread is None:
-                return

@@ -1,6 +1,7 @@
 """From what the user gave as a mesh to a transport."""
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,27 @@ def _sub(mesh: DeviceMesh, axis: int) -> DeviceMesh:
     return DeviceMesh.from_group(mesh.get_group(axis), mesh.device_type)
 
 
+_known: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+def _communicators(
+    group: dist.ProcessGroup, ranks: list[int], device: torch.device
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Communicators of our own for reductions and gathers, over the ranks of `group`.
+
+    The user's own collectives, and ours of the other direction, then cannot come in between in
+    another order on another rank. All optimizers over one group share them.
+    """
+    if group.group_name not in _known:
+        kind: dict[str, Any] = {
+            "backend": "nccl",
+            "timeout": group._get_backend(device).options._timeout,
+            "use_local_synchronization": True,
+        }
+        _known[group.group_name] = (dist.new_group(ranks, **kind), dist.new_group(ranks, **kind))
+    return _known[group.group_name]
+
+
 def _axis(mesh: DeviceMesh, device: torch.device) -> Transport:
     group = mesh.get_group()
     ranks = dist.get_process_group_ranks(group)
@@ -73,8 +95,7 @@ def _axis(mesh: DeviceMesh, device: torch.device) -> Transport:
     if len(ranks) == 1:
         return WorldOfOne(distributed=True, mesh=mesh)
     if device.type == "cuda":
-        gather_group = dist.new_group(ranks, use_local_synchronization=True)
-        transport = Nccl(group, mesh, device, gather_group)
+        transport = Nccl(*_communicators(group, ranks, device), mesh, device)
     else:
         transport = Gloo(group, mesh)
     if os.environ.get("ZEROSHARD_DEBUG", "0") != "0":

@@ -33,9 +33,9 @@ class Nccl(Collective):
     def __init__(
         self,
         group: dist.ProcessGroup,
+        gather_group: dist.ProcessGroup,
         mesh: DeviceMesh,
         device: torch.device,
-        gather_group: dist.ProcessGroup,
     ) -> None:
         super().__init__(group, mesh)
         self.device = device
@@ -105,17 +105,17 @@ class Nccl(Collective):
                 event = torch.cuda.Event()
                 event.record(stream)
         self.breadcrumbs.watch(op, event.query)
-        return _OnStream(event, [keep, *kept]), kept
+        return _OnStream(event, self.device, [keep, *kept]), kept
 
 
 class _OnStream(Pending):
     """Work on a side stream: waiting orders the current stream behind it, the host goes on."""
 
-    def __init__(self, event: torch.cuda.Event, keep: list[Tensor]) -> None:
-        self.event = event
+    def __init__(self, event: torch.cuda.Event, device: torch.device, keep: list[Tensor]) -> None:
+        self.event, self.device = event, device
         self.keep = keep  # the side stream still uses these until the current one waits for it
 
     def wait(self) -> None:
         """Let the current stream wait for the event."""
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)
         self.keep = []

@@ -3,7 +3,6 @@
 `Counting` and `Delayed` serve tests and benchmarks; ZEROSHARD_DEBUG=1 switches `Checked` on.
 """
 
-import logging
 import random
 import time
 from collections import Counter
@@ -18,8 +17,6 @@ from torch import Tensor
 
 from ..errors import CommunicationError
 from .base import Finish, Op, Part, Pending, Transport
-
-logger = logging.getLogger(__name__)
 
 
 class Around(Transport):
@@ -176,6 +173,8 @@ class Checked(Around):
                     "rank must run the same number of backwards and steps"
                 ) from error
             labels[rank] = self.store.get(f"{self.sequence}/{rank}").decode()
+        if self.sequence > 1:  # all ranks are here, so nobody reads the last label any more
+            self.store.delete_key(f"{self.sequence - 1}/{mine}")
         if len(set(labels.values())) > 1:
             said = "; ".join(f"rank {rank}: {text}" for rank, text in labels.items())
             raise CommunicationError(

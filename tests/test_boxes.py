@@ -1,0 +1,69 @@
+"""Ranges of storage order as boxes, and what torch.distributed.checkpoint makes of them."""
+
+import tempfile
+
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from models import LinearForm, coefficients
+from ranks import run
+
+import zeroshard
+from zeroshard.boxes import boxes_of
+
+
+@given(st.data())
+def test_boxes_hold_the_range_in_order(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))
+    order = data.draw(st.permutations(range(len(shape))))
+    whole = torch.arange(torch.Size(shape).numel()).view([shape[dim] for dim in order])
+    whole = whole.permute([order.index(dim) for dim in range(len(shape))])
+    start = data.draw(st.integers(0, whole.numel()))
+    numel = data.draw(st.integers(0, whole.numel() - start))
+    found, at = [], 7
+    for box in boxes_of(shape, whole.stride(), start, numel, at=7):
+        assert box.start == at
+        block = whole
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            block = block.narrow(dim, offset, size)
+        elements = block.flatten().sort().values.tolist()
+        found += elements
+        at += len(elements)
+    assert found == list(range(start, start + numel))
+
+
+def test_a_range_of_a_matrix_is_at_most_three_boxes():
+    for start in range(0, 70):
+        for numel in range(0, 70 - start):
+            assert len(boxes_of((10, 7), (7, 1), start, numel)) <= 3
+
+
+# torch DCP keeps one rank's plain shard and gives it to all; slices that name their boxes it keeps.
+def test_checkpoints_keep_every_slice():
+    shapes = {"matrix": (37, 29), "experts": (3, 11, 13), "scalar": (), "empty": (0, 3)}
+
+    def body(rank, world_size):
+        def trained(draws):
+            model = LinearForm(shapes)
+            optimizer = zeroshard.AdamW(model, lr=1e-2, bucket_mb=0.002)
+            for draw in draws:
+                model(coefficients(model, rank, world_size, draw)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            names = {p: name for name, p in model.named_parameters()}
+            return {names[p]: optimizer.state[p]["exp_avg"] for p in names}
+
+        folder = [tempfile.mkdtemp()] if rank == 0 else [None]
+        torch.distributed.broadcast_object_list(folder, 0)
+        saved, fresh = trained([0, 1]), trained([])
+        dcp.save(saved, checkpoint_id=folder[0])
+        dcp.load(fresh, checkpoint_id=folder[0])
+        for name, moments in saved.items():
+            assert torch.equal(moments.full_tensor(), fresh[name].full_tensor()), name
+        whole = {name: torch.zeros(shapes[name]) for name in saved}
+        dcp.load(whole, checkpoint_id=folder[0])
+        for name, moments in saved.items():
+            assert torch.equal(moments.full_tensor(), whole[name]), name
+
+    run(body, 3)

@@ -1,0 +1,91 @@
+"""Before and at construction: plan, compare the ranks, fill the arenas. Hooks nothing."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .config import Options, Precision
+from .errors import ConfigError
+from .formats import Format, state_format
+from .layout import Bucket, Layout, fingerprint, first_difference
+from .parameters import check_trainable, describe_parameter
+from .storage import Arena, slot_view
+from .transport import Op, Transport
+from .update import seed_master
+
+__all__ = ["compare_ranks", "fill_arena", "plan_parameters"]
+
+
+def plan_parameters(
+    named: Sequence[tuple[str, nn.Parameter]], layout: Layout, precision: Precision
+) -> tuple[Layout, list[Format]]:
+    """The layout with `named` in it, and the format of each of its arenas.
+
+    Raises:
+        ConfigError: a parameter that cannot be trained.
+    """
+    check_trainable(named)
+    specs = []
+    for name, parameter in named:
+        specs.append(describe_parameter(name, parameter, _stored_dtype(parameter, precision)))
+        state_format(specs[-1].dtype, precision)
+    layout = layout.extend(specs)
+    return layout, [state_format(plan.dtype, precision) for plan in layout.arenas]
+
+
+def compare_ranks(description: dict[str, str], transport: Transport) -> None:
+    """Raise on every rank if descriptions differ."""
+    op = Op("comparison of ranks")
+    digests = transport.all_gather_object(fingerprint(description), op=op)
+    if len(set(digests)) == 1:
+        return
+    descriptions = transport.all_gather_object(description, op=op)
+    what, values = first_difference(descriptions)
+    by_value: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        by_value.setdefault(value, []).append(rank)
+    said = "; ".join(f"rank {ranks}: {value}" for value, ranks in by_value.items())
+    raise ConfigError(
+        f"all ranks must build the same model and optimizer, but they differ in {what}: {said}"
+    )
+
+
+def fill_arena(
+    arena: Arena,
+    fmt: Format,
+    parameters: Mapping[int, nn.Parameter],
+    transport: Transport,
+    options: Options,
+) -> None:
+    """Copy parameters into their slots, take the first rank's, and start the state."""
+    flat = arena.parameters
+    sources = {parameters[slot.index].dtype for slot in arena.plan.slots}
+    if sources != {flat.dtype}:  # Precision.param_dtype: masters start from the fp32 values
+        flat = arena.allocate(arena.plan.numel, "float32")
+    for slot in arena.plan.slots:
+        values = flat[slot.offset : slot.offset + slot.numel]
+        slot_view(values, slot.spec.shape, slot.spec.stride).copy_(parameters[slot.index].data)
+    if options.sync_init:
+        transport.broadcast(flat, op=Op("initial parameters")).wait()
+    for field in fmt.fields:
+        arena.state[field.name] = arena.allocate(arena.shard_numel, field.dtype)
+    if flat is not arena.parameters:
+        rounded = {"remainder": torch.empty_like(flat, dtype=torch.int16)}
+        seed_master(flat, arena.parameters, rounded, fmt.master)
+    if fmt.master in ("split", "fp32"):
+        for bucket in arena.plan.buckets:
+            start = bucket.offset + transport.rank * bucket.shard_numel
+            values = flat[start : start + bucket.shard_numel].float()
+            parameter = arena.parameter_shard(bucket.index)
+            seed_master(values, parameter, _state_of_bucket(arena, bucket), fmt.master)
+
+
+def _state_of_bucket(arena: Arena, bucket: Bucket) -> dict[str, Tensor]:
+    stop = bucket.shard_offset + bucket.shard_numel
+    return {name: flat[bucket.shard_offset : stop] for name, flat in arena.state.items()}
+
+
+def _stored_dtype(parameter: nn.Parameter, precision: Precision) -> torch.dtype:
+    cast = precision.param_dtype
+    return cast if cast is not None and parameter.dtype == torch.float32 else parameter.dtype
