@@ -220,14 +220,15 @@ def reread_master(parameter: Tensor, state: dict[str, Tensor], written: Tensor) 
     Args:
         parameter: [n], this rank's elements.
         state: their state.
-        written: [n] bool, elements that may have been written to. A split master loses its lower
-            half there; an fp32 master keeps its value where the parameter still is its rounding.
+        written: [n] bool, elements that may have been written to: a split master loses its lower
+            half there. An fp32 master tells by itself: it changes where the parameter is not its
+            rounding any more.
     """
     if "remainder" in state:
         state["remainder"].masked_fill_(written, 0)
     if "master" in state:
         master = state["master"]
-        changed = written & (master.to(parameter.dtype) != parameter)
+        changed = master.to(parameter.dtype) != parameter
         master.copy_(torch.where(changed, parameter.float(), master))
 
 
