@@ -1,7 +1,5 @@
 """Ranges of storage order as boxes, and what torch.distributed.checkpoint makes of them."""
 
-import tempfile
-
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
@@ -39,31 +37,36 @@ def test_a_range_of_a_matrix_is_at_most_three_boxes():
             assert len(boxes_of((10, 7), (7, 1), start, numel)) <= 3
 
 
+SAVED = {"matrix": (37, 29), "experts": (3, 11, 13), "scalar": (), "empty": (0, 3)}
+
+
+def moments_after(rank, world_size, draws):
+    model = LinearForm(SAVED)
+    optimizer = zeroshard.AdamW(model, lr=1e-2, bucket_mb=0.002)
+    for draw in draws:
+        model(coefficients(model, rank, world_size, draw)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()}
+
+
 # torch DCP keeps one rank's plain shard and gives it to all; slices that name their boxes it keeps.
-def test_checkpoints_keep_every_slice():
-    shapes = {"matrix": (37, 29), "experts": (3, 11, 13), "scalar": (), "empty": (0, 3)}
+def test_checkpoints_keep_every_slice_at_every_world_size(tmp_path):
+    def save(rank, world_size):
+        moments = moments_after(rank, world_size, [0, 1])
+        dcp.save(moments, checkpoint_id=tmp_path)
+        return {name: tensor.full_tensor() for name, tensor in moments.items()}
 
-    def body(rank, world_size):
-        def trained(draws):
-            model = LinearForm(shapes)
-            optimizer = zeroshard.AdamW(model, lr=1e-2, bucket_mb=0.002)
-            for draw in draws:
-                model(coefficients(model, rank, world_size, draw)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            names = {p: name for name, p in model.named_parameters()}
-            return {names[p]: optimizer.state[p]["exp_avg"] for p in names}
+    expected = run(save, 3)[0]
 
-        folder = [tempfile.mkdtemp()] if rank == 0 else [None]
-        torch.distributed.broadcast_object_list(folder, 0)
-        saved, fresh = trained([0, 1]), trained([])
-        dcp.save(saved, checkpoint_id=folder[0])
-        dcp.load(fresh, checkpoint_id=folder[0])
-        for name, moments in saved.items():
-            assert torch.equal(moments.full_tensor(), fresh[name].full_tensor()), name
-        whole = {name: torch.zeros(shapes[name]) for name in saved}
-        dcp.load(whole, checkpoint_id=folder[0])
-        for name, moments in saved.items():
-            assert torch.equal(moments.full_tensor(), whole[name]), name
+    def load(rank, world_size):
+        sliced = moments_after(rank, world_size, [])
+        dcp.load(sliced, checkpoint_id=tmp_path)
+        whole = {name: torch.zeros(shape) for name, shape in SAVED.items()}
+        dcp.load(whole, checkpoint_id=tmp_path)
+        for name, tensor in expected.items():
+            assert torch.equal(sliced[name].full_tensor(), tensor), name
+            assert torch.equal(whole[name], tensor), name
 
-    run(body, 3)
+    for world_size in (1, 2, 3):
+        run(load, world_size)

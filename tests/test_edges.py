@@ -301,3 +301,41 @@ def test_a_parameter_that_nobody_uses_costs_no_further_pass(stage):
             optimizer.zero_grad()
 
     run(body)
+
+
+@stages
+def test_a_local_slice_that_was_kept_keeps_its_values(stage):
+    def body(rank, world_size):
+        model = LinearForm(SHAPES)
+        optimizer = zeroshard.AdamW(model, stage=stage)
+        backward(model, rank, world_size, 0)
+        kept = model.matrix.grad.to_local()
+        values = kept.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(model, rank, world_size, 1)
+        assert torch.equal(kept, values)
+        assert not torch.equal(model.matrix.grad.to_local(), values)
+
+    run(body)
+
+
+@stages
+def test_a_norm_is_never_that_of_before_a_write(stage):
+    def body(rank, world_size):
+        model = LinearForm(SHAPES)
+        zeroshard.AdamW(model, stage=stage)
+        backward(model, rank, world_size)
+        grad = model.matrix.grad
+        norm = float(grad.norm())
+        for write in (
+            lambda: grad.mul_(2.0),
+            lambda: torch._foreach_mul_([grad], 2.0),
+            lambda: grad.to_local().mul_(2.0),
+            lambda: grad.copy_(grad * 2.0),
+        ):
+            write()
+            norm *= 2
+            assert float(grad.norm()) == norm
+
+    run(body)
