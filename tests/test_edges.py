@@ -339,3 +339,42 @@ def test_a_norm_is_never_that_of_before_a_write(stage):
             assert float(grad.norm()) == norm
 
     run(body)
+
+
+@stages
+def test_a_layer_unfrozen_under_no_sync_adds_up_with_the_others(stage):
+    def body(rank, world_size):
+        twin = Twin(rank, world_size, shapes=SHAPES, stage=stage)
+        other = Twin(rank, world_size, shapes=SHAPES, stage=stage)
+        for model in (other.model, other.plain_model):
+            model.bias.requires_grad_(False)
+        other.optimizer = zeroshard.AdamW(
+            list(other.model.parameters()), lr=1e-2, weight_decay=0.1, stage=stage
+        )
+        for model in (other.model, other.plain_model):
+            model.bias.requires_grad_(True)
+        for each in (twin, other):
+            with each.optimizer.no_sync():
+                each.backward(0)
+                each.backward(1)
+            each.backward(2)
+            each.check_gradients("unfrozen" if each is other else "all along")
+            each.step()
+            each.check("unfrozen" if each is other else "all along")
+
+    run(body)
+
+
+@stages
+def test_a_local_gradient_raises_also_when_a_layer_was_unfrozen(stage):
+    def body(rank, world_size):
+        model = LinearForm(SHAPES)
+        model.bias.requires_grad_(False)
+        optimizer = zeroshard.AdamW(list(model.parameters()), stage=stage)
+        model.bias.requires_grad_(True)
+        with optimizer.no_sync():
+            backward(model, rank, world_size)
+        with pytest.raises(GradientError, match="no_sync"):
+            optimizer.step()
+
+    run(body)

@@ -49,7 +49,7 @@ class Gradients:
         on_begin: called at the first gradient of a backward; may raise.
         on_ready: called with a bucket that is complete and next in order.
         on_end: called when a backward is over and everything was launched.
-        on_closed: called when every `p.grad` of a backward is set.
+        on_closed: called when every `p.grad` of a backward that synchronises is set.
     """
 
     def __init__(
@@ -182,7 +182,8 @@ class Gradients:
         self._task = None
         self._put_back()
         self.close()
-        self.on_closed()
+        if self.synchronise:
+            self.on_closed()
 
     def _put_back(self) -> None:
         """Give `p.grad` back where nothing was accumulated: by torch.autograd.grad, or an error."""
@@ -261,7 +262,7 @@ class Gradients:
         backward = self.backward
         if backward is None:
             return
-        for slot in list(self.unsynced):
+        for slot in list(self.unsynced) if backward.is_whole else ():
             if self._is_local(slot):
                 self._take(slot, backward)
         try:
