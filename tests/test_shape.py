@@ -12,7 +12,7 @@ import zeroshard
 PACKAGE = pathlib.Path(zeroshard.__file__).parent
 LAYERS = [
     ["errors"],
-    ["config"],
+    ["config", "param_groups"],
     ["layout", "formats", "schedule", "boxes"],
     ["transport", "triton_kernels", "storage", "wrappers"],
     ["shard_reductions"],

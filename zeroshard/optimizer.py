@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .config import Options, Precision
 from .engine import Engine
 from .errors import ConfigError, GradientError
+from .param_groups import check_group, describe_groups, describe_others, in_forward_order
 from .state import check_groups, consolidate, load_slot, slices_of, state_of
 from .transport import connect
 from .wrappers import DDPGuard, unwrap
@@ -123,7 +124,7 @@ class AdamW(torch.optim.Optimizer):
         self._is_built = False
         super().__init__(params, defaults)
         for group in self.param_groups:
-            _check_group(group)
+            check_group(group)
         self._build(options, None if model is None else unwrap(model), mesh)
         self._is_built = True
 
@@ -137,7 +138,7 @@ class AdamW(torch.optim.Optimizer):
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         trainable_set = set(trainable)
         device = (trainable or parameters or [torch.empty(0)])[0].device
-        named = _in_forward_order(self.param_groups, model)
+        named = in_forward_order(self.param_groups, model)
         transport = connect(mesh, device)
         engine = Engine(options, transport)
         engine.param_groups = self.param_groups
@@ -147,9 +148,9 @@ class AdamW(torch.optim.Optimizer):
         if model is not None:
             others += [*(p for p in model.parameters() if p not in trainable_set), *model.buffers()]
         others = list(dict.fromkeys(others))
-        description = {**options.describe(), **_describe_groups(self.param_groups)}
+        description = {**options.describe(), **describe_groups(self.param_groups)}
         try:
-            engine.add(named, {**description, **_describe_others(others)})
+            engine.add(named, {**description, **describe_others(others)})
             if options.sync_init:
                 engine.broadcast(others)
         except BaseException:
@@ -220,14 +221,14 @@ class AdamW(torch.optim.Optimizer):
             return
         group = self.param_groups[-1]
         try:
-            _check_group(group)
+            check_group(group)
             number = len(self.param_groups) - 1
             named = [
                 (f"param_groups[{number}].params[{index}]", parameter)
                 for index, parameter in enumerate(group["params"])
                 if parameter.requires_grad
             ]
-            self.engine.add(named, _describe_groups(self.param_groups))
+            self.engine.add(named, describe_groups(self.param_groups))
         except Exception:
             self.param_groups.pop()
             raise
@@ -289,7 +290,7 @@ class AdamW(torch.optim.Optimizer):
             if parameter in engine.slot_of
         }
         for group, saved in groups:
-            _check_group({**group, **saved})
+            check_group({**group, **saved})
         slices = {slot: slices_of(engine, slot, saved) for slot, saved in loaded.items()}
         for slot, local in slices.items():  # everything fits: now change it
             load_slot(engine, slot, local)
@@ -377,65 +378,3 @@ class AdamW(torch.optim.Optimizer):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    """What torch's constructor checks, for every group, and what only torch's AdamW can do."""
-    beta1, beta2 = group["betas"]
-    for name, value, expected, valid in (
-        ("lr", group["lr"], "at least 0", float(group["lr"]) >= 0),
-        ("eps", group["eps"], "at least 0", group["eps"] >= 0),
-        ("betas[0]", beta1, "from 0 to below 1", 0 <= beta1 < 1),
-        ("betas[1]", beta2, "from 0 to below 1", 0 <= beta2 < 1),
-        ("weight_decay", group["weight_decay"], "at least 0", group["weight_decay"] >= 0),
-    ):
-        if not valid:
-            raise ConfigError(f"Invalid {name}: expected a number {expected}, got {value}")
-    if group["amsgrad"]:
-        raise ConfigError(
-            "amsgrad=True is not supported, its third moment is not sharded: use amsgrad=False, "
-            "or torch.optim.AdamW"
-        )
-    if group["differentiable"]:
-        raise ConfigError(
-            "differentiable=True is not supported, the update runs outside of autograd: use "
-            "differentiable=False, or torch.optim.AdamW"
-        )
-
-
-def _in_forward_order(
-    groups: Sequence[dict[str, Any]], model: nn.Module | None
-) -> list[tuple[str, nn.Parameter]]:
-    """Trainable parameters of all groups with names; in the module's order where it is known."""
-    named = {
-        parameter: group["param_names"][index]
-        if "param_names" in group
-        else f"param_groups[{number}].params[{index}]"
-        for number, group in enumerate(groups)
-        for index, parameter in enumerate(group["params"])
-    }
-    ordered = {}
-    if model is not None:
-        ordered = {p: name for name, p in model.named_parameters() if p in named}
-    return [(name, p) for p, name in {**ordered, **named, **ordered}.items() if p.requires_grad]
-
-
-def _describe_groups(groups: Sequence[dict[str, Any]]) -> dict[str, str]:
-    options = ("lr", "betas", "eps", "weight_decay", "maximize")
-    return {
-        f"param group {number}": ", ".join(
-            [f"{len(group['params'])} parameters", *(f"{k}={_plain(group[k])}" for k in options)]
-        )
-        for number, group in enumerate(groups)
-    }
-
-
-def _describe_others(tensors: Iterable[Tensor]) -> dict[str, str]:
-    return {
-        f"frozen parameter or buffer {number}": f"shape {tuple(tensor.shape)}, {tensor.dtype}"
-        for number, tensor in enumerate(tensors)
-    }
-
-
-def _plain(value: Any) -> Any:
-    return float(value) if isinstance(value, Tensor) else value
