@@ -18,7 +18,7 @@ LAYERS = [
     ["shard_reductions"],
     ["shard_tensor"],
     ["update", "clipping", "parameters"],
-    ["gradient_shards", "autograd_hooks"],
+    ["gradient_shards", "autograd_hooks", "backward"],
     ["reduction"],
     ["gradients", "construction"],
     ["engine"],

@@ -11,32 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from .autograd_hooks import AutogradHooks
+from .backward import Backward
 from .errors import GradientError
 from .gradient_shards import GradientShards
 from .layout import Layout, plan_layout
 from .reduction import Reducer
 from .shard_tensor import ShardTensor
 from .storage import Arena, BufferPool, on_device
-from .transport import Op, Transport
+from .transport import Transport
 
-__all__ = ["Backward", "Gradients"]
-
-
-class Backward:
-    """One outermost backward that synchronises, from its first gradient to its end."""
-
-    def __init__(self, layout: Layout, order: Sequence[int], task: int | None) -> None:
-        self.arrived: dict[int, Tensor] = {}  # slot -> this rank's full gradient, until launched
-        self.late: dict[int, Tensor] = {}  # the same, when its bucket had been launched already
-        self.missing = [len(slots) for slots in layout.slots_of_bucket]
-        self.waiting = deque(order)  # buckets to launch, in the order that all ranks keep
-        self.ready: list[int] = []  # buckets in the order in which they became complete here
-        self.unlaunched = [len(buckets) for buckets in layout.buckets_of_slot]
-        self.launched: set[int] = set()  # slots of which a part was launched
-        self.carries: dict[int, bool] = {}  # slot -> adds to an earlier gradient
-        self.renewed: set[int] = set()  # buckets whose shard was overwritten, not added to
-        self.is_whole = True  # goes through all buckets
-        self.task = task  # the outermost graph task, once it is known
+__all__ = ["Gradients"]
 
 
 class Gradients:
@@ -201,7 +185,7 @@ class Gradients:
             self._flags_are_valid = False
         self.rounds += 1
         order = self.order or range(len(self.layout.buckets))
-        self.backward = Backward(self.layout, order, task)
+        self.backward = Backward(self.layout, order, task, self.rounds)
         return self.backward
 
     def _take(self, slot: int, backward: Backward) -> None:
@@ -238,7 +222,7 @@ class Gradients:
             self.shards.clear_in_bucket(bucket, fresh)
         else:
             backward.renewed.add(bucket)
-        self.reducer.launch(bucket, backward.arrived, add=add, round_number=self.rounds)
+        self.reducer.launch(bucket, backward.arrived, add=add, round_number=backward.round)
         for slot in slots:
             backward.unlaunched[slot] -= 1
             if slot in backward.arrived:
@@ -270,12 +254,13 @@ class Gradients:
             # launched it, and wait for it before it says anything else.
             for bucket in backward.waiting:
                 self.on_ready(bucket)
-            used, late = self._agree_on_use(backward)
+            may_be_late = self.hooks.saw_nested
+            used, late = backward.agree_on_use(self.transport, self.device, may_be_late)
             if any(late):
                 self._second_round(backward, late)
             self.on_end()
             if self.order is None and backward.is_whole:
-                self.order = self._agree_on_order(backward)
+                self.order = backward.agree_on_order(self.transport, self.device)
         finally:
             self.backward = None
         for slot, is_used in enumerate(used):
@@ -306,23 +291,6 @@ class Gradients:
                 self._take(slot, backward)
         self.close()
 
-    def _agree_on_use(self, backward: Backward) -> tuple[list[bool], list[bool]]:
-        """Which slots any rank has a gradient of, and which any rank has a late one of.
-
-        The host reads the answer only where it must: a rank with all gradients knows who is used,
-        and none is late where no backward ran inside of another.
-        """
-        slots = range(len(self.parameters))
-        mine = [slot in backward.arrived for slot in slots]
-        late = [slot in backward.late for slot in slots]
-        bits = on_device([*mine, *late], torch.uint8, self.device)
-        op = Op("use of parameters", round=self.rounds)
-        self.transport.all_reduce(bits, "max", op=op).wait()
-        if self.device.type != "cpu" and all(mine) and not self.hooks.saw_nested:
-            return mine, late
-        said = [bool(bit) for bit in bits.tolist()]
-        return said[: len(slots)], said[len(slots) :]
-
     def _second_round(self, backward: Backward, late: Sequence[bool]) -> None:
         """Reduce what arrived after its bucket was launched, on top of the first round."""
         backward.arrived = backward.late
@@ -331,13 +299,6 @@ class Gradients:
             if any(late[slot] for slot in slots):
                 backward.carries.update(dict.fromkeys(slots, True))
                 self.on_ready(bucket)
-
-    def _agree_on_order(self, backward: Backward) -> list[int]:
-        """The order in which buckets became complete on the first rank, incomplete ones last."""
-        order = dict.fromkeys([*backward.ready, *range(len(self.layout.buckets))])
-        said = on_device(list(order), torch.int64, self.device)
-        self.transport.broadcast(said, op=Op("launch order", round=self.rounds)).wait()
-        return [int(bucket) for bucket in said.tolist()]
 
     def _renew_flags(self, backward: Backward) -> None:
         """The flags speak for every gradient once each bucket was reduced anew, or is zero."""
