@@ -16,6 +16,7 @@ from zeroshard import optimizer as facade
 from zeroshard import schedule
 from zeroshard.errors import CommunicationError, ConfigError
 from zeroshard.layout import BLOCK
+from zeroshard.storage import BufferPool
 from zeroshard.transport import (
     Checked,
     Counting,
@@ -48,10 +49,12 @@ def cut(flat, edges):
     return [Part(a, flat[a:b]) for a, b in itertools.pairwise(edges)]
 
 
+@pytest.mark.parametrize("spare", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_reduce_is_a_sum_in_rank_order_whatever_the_parts(world_size):
+def test_reduce_is_a_sum_in_rank_order_whatever_the_parts(world_size, spare):
     def body(rank, world_size):
         transport = connect(None, torch.device("cpu"))
+        transport.buffers = BufferPool(spare=spare)
         generator = torch.Generator().manual_seed(0)
         numel = world_size * 2 * BLOCK
         whole = torch.randn(world_size, numel, generator=generator)
@@ -253,7 +256,7 @@ def test_a_missing_wait_is_seen_under_delays(event):
             planned = compiled(options)
             actions = tuple(a for a in planned.table[event] if a is not schedule.Action.WAIT)
             table = {**planned.table, event: actions}
-            return schedule.Schedule(table=table, in_flight=1000)
+            return schedule.Schedule(table=table, in_flight=1000, spares_buffers=True)
 
         from zeroshard import engine
 

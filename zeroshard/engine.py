@@ -56,7 +56,7 @@ class Engine:
         self.number = next(_numbers)
         self.options, self.transport = options, transport
         self.schedule = compile_schedule(options)
-        self.pool = BufferPool()
+        self.pool = BufferPool(spare=self.schedule.spares_buffers)
         transport.buffers = self.pool
         self.layout = plan_layout(
             (), world_size=transport.world_size, bucket_nbytes=options.bucket_nbytes

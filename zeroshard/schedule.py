@@ -40,6 +40,7 @@ class Schedule:
 
     table: Mapping[Event, tuple[Action, ...]]
     in_flight: int  # reductions that DRAIN leaves under way
+    spares_buffers: bool  # gradients arrive in their shard where the transport can do that
 
     def actions(self, event: Event) -> tuple[Action, ...]:
         """What to do at `event`, in order."""
@@ -61,7 +62,7 @@ def compile_schedule(options: Options) -> Schedule:
         Event.STEP: (Action.UPDATE, Action.WAIT),
         Event.UPDATED: (Action.GATHER,),
     }
-    return Schedule(table=table, in_flight=2)
+    return Schedule(table=table, in_flight=2, spares_buffers=not keeps_buffers)
 
 
 def describe(options: Options) -> str:

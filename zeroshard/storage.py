@@ -75,9 +75,13 @@ class BufferPool:
 
     A size is rounded up by at most an eighth, so that the nearly equal pieces of equal buckets
     share buffers: memory that was never touched before costs a page fault for every 4 KiB.
+
+    Args:
+        spare: ask transports to do without staging where they can.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, spare: bool = False) -> None:
+        self.spare = spare
         self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
         self._lent_nbytes = 0
 

@@ -55,7 +55,13 @@ class Part:
 
 
 class Buffers:
-    """Where a transport takes staging memory from; the engine puts its counted pool here."""
+    """Where a transport takes staging memory from; the engine puts its counted pool here.
+
+    Attributes:
+        spare: whether to do without staging where data can arrive in its destination.
+    """
+
+    spare = False
 
     def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer with undefined content."""

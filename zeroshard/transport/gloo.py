@@ -45,20 +45,28 @@ class Gloo(Collective):
                     works.append(
                         self.group.send([piece.tensor], rank, _tag(self.instance, op, number))
                     )
-            arrivals = self._receive(mine, op)
+            # The first other rank's slice may arrive where the sum will be: it is one of the first
+            # two addends, and a sum of two does not depend on their order.
+            in_place = self.buffers.spare and _all_dtypes(mine, out.dtype, sum_dtype)
+            arrivals = self._receive(mine, op, out if in_place else None)
         return _ExchangedSum(self, works, mine, arrivals, out, op, sum_dtype, finish)
 
-    def _receive(self, mine: Sequence[Part], op: Op) -> list["_Arrival"]:
-        """Post a receive from every other rank for each of my pieces."""
-        arrivals = []
+    def _receive(self, mine: Sequence[Part], op: Op, out: Tensor | None) -> list["_Arrival"]:
+        """Post a receive from every other rank for each of my pieces; from the first into `out`."""
+        arrivals: list[_Arrival] = []
         numel = sum(part.tensor.numel() for part in mine)
         for rank in range(self.world_size):
             if rank == self.rank or not mine:
                 arrivals.append(_Arrival(None, [], []))
                 continue
-            first = mine[0].tensor
-            staging = self.buffers.borrow(numel, first.dtype, first.device)
-            pieces = list(staging.split([part.tensor.numel() for part in mine]))
+            staging = None
+            if out is not None:
+                pieces = [out[part.offset : part.offset + part.tensor.numel()] for part in mine]
+                out = None
+            else:
+                first = mine[0].tensor
+                staging = self.buffers.borrow(numel, first.dtype, first.device)
+                pieces = list(staging.split([part.tensor.numel() for part in mine]))
             works = [
                 self.group.recv([piece], rank, _tag(self.instance, op, number))
                 for number, piece in enumerate(pieces)
@@ -131,6 +139,11 @@ class _ExchangedSum(Pending):
             if arrival.staging is not None:
                 self.transport.buffers.give_back(arrival.staging)
         self.sends, self.mine, self.arrivals = [], [], []
+
+
+def _all_dtypes(parts: Iterable[Part], *dtypes: torch.dtype) -> bool:
+    """Whether gradients, shard and sum are all of one dtype."""
+    return len({*dtypes, *(part.tensor.dtype for part in parts)}) == 1
 
 
 def _clip(parts: Iterable[Part], start: int, stop: int) -> Iterable[Part]:
