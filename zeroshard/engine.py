@@ -23,7 +23,7 @@ from .schedule import Action, Event, compile_schedule
 from .shard_tensor import ShardTensor
 from .storage import Arena, BufferPool, on_device, storage_nbytes
 from .transport import Op, Pending, Transport
-from .update import Updater, Work, reread_master
+from .update import StepCounters, Updater, Work, reread_master
 
 __all__ = ["Engine", "engines_of"]
 
@@ -65,10 +65,9 @@ class Engine:
         self.formats: list[Format] = []
         self.updaters: list[Updater] = []
         self.slot_of: dict[nn.Parameter, int] = {}
-        self.steps = torch.empty(0)
+        self.counters = StepCounters()
         self._work: dict[int, Work] = {}  # by bucket
         self._planned_for: tuple[list[int], list[int]] = ([], [])
-        self.step_views: list[Tensor] = []
         self.parameters = Parameters(transport)
         mean = options.reduction == "mean"
         self.gradients = Gradients(
@@ -128,14 +127,9 @@ class Engine:
         self.layout, self.formats = layout, list(formats)
         self.arenas += added
         self.slot_of.update((parameter, slot) for slot, parameter in by_slot.items())
-        steps = torch.zeros(len(layout.slots), device=self.arenas[0].device)
-        steps[:first].copy_(self.steps)
-        self.steps = steps
-        for slot, view in enumerate(self.step_views):
-            view.data = steps[slot]  # the user's state dict holds these objects
-        self.step_views += [steps[slot] for slot in range(first, len(layout.slots))]
+        self.counters.extend(len(layout.slots), self.arenas[0].device)
         self.updaters = [
-            Updater(arena, layout, fmt, self.step_views)
+            Updater(arena, layout, fmt, self.counters.views)
             for arena, fmt in zip(self.arenas, self.formats, strict=True)
         ]
         self._planned_for = ([], [])
@@ -211,7 +205,7 @@ class Engine:
         self.step_count += 1
         self._clip(used)
         self._found_inf = self._agree_to_skip(flags_are_valid)
-        self._advance(used)
+        self.counters.advance(used, self._found_inf)
         self._plan(used)
         self._execute(Event.STEP)
         self.parameters.mark_written_by_us(used)
@@ -264,16 +258,6 @@ class Engine:
         agree_on_flag(found, self.transport, self.step_count)
         self.skips.add(found)
         return found
-
-    def _advance(self, used: Sequence[int]) -> None:
-        """Count the update, on the device, unless it is skipped."""
-        advance = torch.ones(1, device=self.steps.device)
-        if self._found_inf is not None:
-            advance = 1 - self._found_inf
-        if len(used) == len(self.step_views):
-            self.steps.add_(advance)
-        else:
-            self.steps[on_device(used, torch.int64, self.steps.device)] += advance
 
     def _plan(self, used: list[int]) -> None:
         """Which pieces of which buckets to update; the same as in the last step mostly."""

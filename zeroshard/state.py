@@ -23,7 +23,7 @@ def state_of(engine: Engine, slot: int) -> dict[str, Any]:
     """What optimizer.state holds for a parameter: step, moments, and what the format adds."""
     arena = engine.arenas[engine.layout.slots[slot].arena]
     start, stop = engine.layout.local_range(slot, engine.transport.rank)
-    state: dict[str, Any] = {"step": engine.step_views[slot]}
+    state: dict[str, Any] = {"step": engine.counters.views[slot]}
     slices = engine.gradients.shards.slices[slot]
     for name, flat in arena.state.items():
         local = flat[start:stop]
@@ -39,7 +39,7 @@ def master_of(engine: Engine, slot: int) -> ShardTensor | None:
     masters = [exact_master(parameter, state) for parameter, state in engine.local_parts(slot)]
     if engine.formats[engine.layout.slots[slot].arena].master not in ("split", "fp32"):
         return None
-    nothing = torch.empty(0, device=engine.steps.device)
+    nothing = torch.empty(0, device=engine.counters.counts.device)
     local = torch.cat([nothing, *(master for master in masters if master is not None)])
     return ShardTensor(local, engine.gradients.shards.slices[slot], engine.transport)
 
@@ -118,7 +118,7 @@ def slices_of(engine: Engine, slot: int, saved: Mapping[str, Any]) -> dict[str, 
 
 def load_slot(engine: Engine, slot: int, local: Mapping[str, Tensor]) -> None:
     """Copy what `slices_of` made of a saved state into the shards; moments it lacks become zero."""
-    engine.step_views[slot].copy_(local["step"])
+    engine.counters.views[slot].copy_(local["step"])
     arena = engine.arenas[engine.layout.slots[slot].arena]
     start, stop = engine.layout.local_range(slot, engine.transport.rank)
     for name, flat in arena.state.items():

@@ -15,10 +15,18 @@ from torch import Tensor
 
 from .formats import Format
 from .layout import Layout
-from .storage import Arena
+from .storage import Arena, on_device
 from .triton_kernels.cast import join_master, split_master
 
-__all__ = ["Updater", "Work", "exact_master", "reread_master", "restore_master", "seed_master"]
+__all__ = [
+    "StepCounters",
+    "Updater",
+    "Work",
+    "exact_master",
+    "reread_master",
+    "restore_master",
+    "seed_master",
+]
 
 CHUNK = {"cpu": 32768}  # elements of fp32 master made at a time, so that it stays in the cache
 
@@ -66,6 +74,37 @@ def plan_chunks(layout: Layout, bucket: int, rank: int, chunk_numel: int) -> tup
 
 Work = list[tuple[Chunk, dict[int, list[Piece]]]]
 """Chunks to update, each with its pieces by the number of their param group."""
+
+
+class StepCounters:
+    """How many updates each slot has had, on the device.
+
+    Attributes:
+        counts: [slots] fp32.
+        views: for each slot the [] fp32 tensor that optimizer.state shows as `step`.
+    """
+
+    def __init__(self) -> None:
+        self.counts = torch.empty(0)
+        self.views: list[Tensor] = []
+
+    def extend(self, num_slots: int, device: torch.device) -> None:
+        """Make room for `num_slots` in all; the views that were handed out stay valid."""
+        known = len(self.views)
+        counts = torch.zeros(num_slots, device=device)
+        counts[:known].copy_(self.counts)
+        self.counts = counts
+        for slot, view in enumerate(self.views):
+            view.data = counts[slot]
+        self.views += [counts[slot] for slot in range(known, num_slots)]
+
+    def advance(self, used: Sequence[int], found_inf: Tensor | None) -> None:
+        """Count an update of the slots `used`, unless `found_inf` [1] says that it is skipped."""
+        advance = torch.ones(1, device=self.counts.device) if found_inf is None else 1 - found_inf
+        if len(used) == len(self.views):
+            self.counts.add_(advance)
+        else:
+            self.counts[on_device(used, torch.int64, self.counts.device)] += advance
 
 
 class Updater:

@@ -51,6 +51,7 @@ class Nccl(Collective):
     ) -> Pending:
         (part,) = parts  # direct_numel is None: the bucket is packed, padding included
         bucket = part.tensor
+        borrowed: list[Tensor] = []
 
         def launch() -> list[Tensor]:
             if bucket.dtype == sum_dtype:
@@ -63,13 +64,13 @@ class Nccl(Collective):
                 finish(out)
                 return [summed]
             arrived = self.buffers.borrow(bucket.numel(), bucket.dtype, bucket.device)
+            borrowed.append(arrived)
             dist.all_to_all_single(arrived, bucket, group=self.group)
             sum_into(list(arrived.chunk(self.world_size)), out, sum_dtype)
             finish(out)
             return [arrived]
 
-        pending, kept = self._on(self.reduce_stream, launch, op=op, keep=bucket)
-        borrowed = [t for t in kept if t.numel() == bucket.numel() and t is not bucket]
+        pending = self._on(self.reduce_stream, launch, op=op, keep=bucket)
 
         def give_back() -> None:
             for tensor in borrowed:
@@ -84,7 +85,7 @@ class Nccl(Collective):
             _all_gather(bucket, shard, self.gather_group)
             return [bucket]
 
-        return self._on(self.gather_stream, launch, op=op, keep=bucket)[0]
+        return self._on(self.gather_stream, launch, op=op, keep=bucket)
 
     def all_reduce(self, tensor: Tensor, kind: Literal["sum", "max"], *, op: Op) -> Pending:
         # On the gather communicator: it is idle in backward, whereas launches on the other one
@@ -96,7 +97,7 @@ class Nccl(Collective):
 
     def _on(
         self, stream: torch.cuda.Stream, launch: Callable[[], list[Tensor]], *, op: Op, keep: Tensor
-    ) -> tuple[Pending, list[Tensor]]:
+    ) -> Pending:
         """Run `launch` on `stream`, after what the current stream has done so far."""
         with torch.cuda.device(self.device):
             stream.wait_stream(torch.cuda.current_stream())
@@ -105,7 +106,7 @@ class Nccl(Collective):
                 event = torch.cuda.Event()
                 event.record(stream)
         self.breadcrumbs.watch(op, event.query)
-        return _OnStream(event, self.device, [keep, *kept]), kept
+        return _OnStream(event, self.device, [keep, *kept])
 
 
 class _OnStream(Pending):
