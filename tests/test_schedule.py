@@ -9,7 +9,7 @@ from zeroshard.config import Options
 from zeroshard.schedule import Action, Event, compile_schedule, describe
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_bucket_is_reduced_once_and_gathered_once(stage):
     table = compile_schedule(Options(stage=stage)).table
     actions = [action for row in table.values() for action in row]
@@ -18,7 +18,7 @@ def test_every_bucket_is_reduced_once_and_gathered_once(stage):
     assert actions.count(Action.UPDATE) == 1
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_everything_is_waited_for_before_backward_and_step_return(stage):
     schedule = compile_schedule(Options(stage=stage))
     assert Action.WAIT in schedule.actions(Event.BACKWARD_END)
@@ -34,8 +34,38 @@ def test_only_stage_2_lets_go_during_backward():
 
 
 def test_every_event_has_a_row():
-    for stage in (1, 2):
+    for stage in (1, 2, 3):
         assert set(compile_schedule(Options(stage=stage)).table) == set(Event)
+
+
+def test_stage_3_is_stage_2_with_units():
+    second, third = (compile_schedule(Options(stage=stage)) for stage in (2, 3))
+    assert (second.in_flight, second.spares_buffers) == (third.in_flight, third.spares_buffers)
+    assert third.shards_parameters
+    assert not second.shards_parameters
+    of_units = {Action.UNSHARD, Action.PREFETCH, Action.IDLE, Action.RESHARD, Action.RESHARD_ALL}
+    for event in Event:
+        assert not of_units.intersection(second.actions(event))
+        others = [action for action in third.actions(event) if action not in of_units]
+        assert others == list(second.actions(event)), event
+
+
+def test_a_unit_is_whole_before_it_is_used_and_freed_when_nothing_follows():
+    schedule = compile_schedule(Options(stage=3))
+    for event in (Event.PRE_FORWARD, Event.PRE_BACKWARD):
+        assert schedule.actions(event) == (Action.UNSHARD, Action.PREFETCH)
+    for event in (Event.EVALUATED, Event.BACKWARD_END, Event.STEP):
+        assert schedule.actions(event)[0] is Action.RESHARD_ALL
+
+
+def test_no_reshard_after_forward_drops_one_action():
+    given, kept = (
+        compile_schedule(Options(stage=3, reshard_after_forward=choice)) for choice in (True, False)
+    )
+    different = [event for event in Event if given.actions(event) != kept.actions(event)]
+    assert different == [Event.POST_FORWARD]
+    assert given.actions(Event.POST_FORWARD) == (Action.IDLE,)
+    assert kept.actions(Event.POST_FORWARD) == ()
 
 
 def test_the_table_prints():

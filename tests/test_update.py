@@ -38,7 +38,7 @@ def arenas_of(dtype, world_size, precision, bucket_nbytes=6000):
     arenas = []
     for rank in range(world_size):
         (plan,) = layout.arenas
-        arena = Arena(plan, layout, rank)
+        arena = Arena(plan, layout.world_size, rank)
         arena.allocate_gradients()
         for field in fmt.fields:
             arena.state[field.name] = arena.allocate(arena.shard_numel, field.dtype)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch import nn
 
 from .errors import ConfigError
 
@@ -13,7 +14,7 @@ Master = Literal["auto", "split", "fp32", "none"]
 Moments = Literal["fp32", "bf16", "int8"]
 Reduce = Literal["auto", "fp32", "wire16", "param"]
 
-STAGES = (1, 2)
+STAGES = (1, 2, 3)
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -71,12 +72,20 @@ class Options:
     sync_init: bool = True
     skip_nonfinite: bool = True
     precision: Precision = field(default_factory=Precision)
+    reshard_after_forward: bool = True
+    units: tuple[type[nn.Module] | str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.stage == 3:
-            raise ConfigError("stage=3 is not available in this version: use stage 1 or 2")
         _one_of("stage", self.stage, STAGES)
         _one_of("reduction", self.reduction, ("mean", "sum"))
+        for unit in self.units or ():
+            if not isinstance(unit, str) and not (
+                isinstance(unit, type) and issubclass(unit, nn.Module)
+            ):
+                raise ConfigError(
+                    "units must be module classes, class names or names of modules, as in "
+                    f"units=['layers.0', Block]; got {unit!r}"
+                )
         if not isinstance(self.precision, Precision):
             raise ConfigError(
                 f"precision must be a zeroshard.Precision, got {type(self.precision).__name__}: "
@@ -89,6 +98,11 @@ class Options:
                 f"max_grad_norm must be above 0, or None for no clipping; got "
                 f"{self.max_grad_norm!r}"
             )
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether the module must be known, for its boundaries."""
+        return self.stage == 3
 
     @property
     def bucket_nbytes(self) -> int:

@@ -1,6 +1,6 @@
 """Before and at construction: plan, compare the ranks, fill the arenas. Hooks nothing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,18 @@ __all__ = ["compare_ranks", "fill_arena", "plan_parameters"]
 
 
 def plan_parameters(
-    named: Sequence[tuple[str, nn.Parameter]], layout: Layout, precision: Precision
+    named: Sequence[tuple[str, nn.Parameter]],
+    layout: Layout,
+    precision: Precision,
+    unit_of: Callable[[str, nn.Parameter], str],
 ) -> tuple[Layout, list[Format]]:
     """The layout with `named` in it, and the format of each of its arenas.
+
+    Args:
+        named: trainable parameters in forward order.
+        layout: what they are added to.
+        precision: the user's choice.
+        unit_of: the unit of a parameter, given by name and itself.
 
     Raises:
         ConfigError: a parameter that cannot be trained.
@@ -28,7 +37,8 @@ def plan_parameters(
     check_trainable(named)
     specs = []
     for name, parameter in named:
-        specs.append(describe_parameter(name, parameter, _stored_dtype(parameter, precision)))
+        stored = _stored_dtype(parameter, precision)
+        specs.append(describe_parameter(name, parameter, stored, unit_of(name, parameter)))
         state_format(specs[-1].dtype, precision)
     layout = layout.extend(specs)
     return layout, [state_format(plan.dtype, precision) for plan in layout.arenas]
@@ -73,6 +83,7 @@ def fill_arena(
     if flat is not arena.parameters:
         rounded = {"remainder": torch.empty_like(flat, dtype=torch.int16)}
         seed_master(flat, arena.parameters, rounded, fmt.master)
+    arena.keep_own()
     if fmt.master in ("split", "fp32"):
         for bucket in arena.plan.buckets:
             start = bucket.offset + transport.rank * bucket.shard_numel

@@ -5,7 +5,8 @@ One engine serves one optimizer; autograd's hooks keep it alive as long as the p
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from .gradients import Gradients
 from .layout import Layout, plan_layout
 from .parameters import Parameters
 from .schedule import Action, Event, compile_schedule
-from .shard_tensor import ShardTensor
-from .storage import Arena, BufferPool, on_device, storage_nbytes
+from .sharded_model import ShardedModel
+from .storage import Arena, BufferPool, on_device
 from .transport import Op, Pending, Transport
 from .update import StepCounters, Updater, Work, reread_master
 
@@ -35,7 +36,7 @@ _numbers = itertools.count()
 def engines_of(parameters: Iterable[nn.Parameter]) -> "list[Engine]":
     """The live engines that own any of `parameters`, in the order in which they were made."""
     wanted = set(parameters)
-    found = [engine for engine in _engines if not wanted.isdisjoint(engine.slot_of)]
+    found = [engine for engine in _engines if not wanted.isdisjoint(engine.parameters.places)]
     return sorted(found, key=lambda engine: engine.number)
 
 
@@ -45,7 +46,7 @@ def newest_engine() -> "Engine | None":
 
 
 class Engine:
-    """Stages 1 and 2 on one rank.
+    """One optimizer's part of all stages on one rank.
 
     Args:
         options: the user's choices.
@@ -68,7 +69,13 @@ class Engine:
         self.counters = StepCounters()
         self._work: dict[int, Work] = {}  # by bucket
         self._planned_for: tuple[list[int], list[int]] = ([], [])
-        self.parameters = Parameters(transport)
+        self.parameters = Parameters(transport.rank)
+        # Without a process group there is nobody to share parameters with.
+        self.shards_parameters = self.schedule.shards_parameters and transport.distributed
+        self.sharded = ShardedModel(
+            options, transport, self.parameters, self.shards_parameters, self._at_module
+        )
+        self.sharding, self.modules = self.sharded.sharding, self.sharded.hooks
         mean = options.reduction == "mean"
         self.gradients = Gradients(
             transport=transport,
@@ -99,8 +106,13 @@ class Engine:
         Raises:
             ConfigError: the ranks differ, or a parameter cannot be trained.
         """
+        for other in engines_of(parameter for _, parameter in named):
+            if other.shards_parameters:  # before anything looks at placeholders
+                other.give_up([parameter for _, parameter in named])
         try:
-            layout, formats = plan_parameters(named, self.layout, self.options.precision)
+            layout, formats = plan_parameters(
+                named, self.layout, self.options.precision, self.sharded.unit_of
+            )
         except ConfigError as error:  # the other ranks must hear of it too
             compare_ranks({CAN_TRAIN: str(error)}, self.transport)
             raise
@@ -109,23 +121,33 @@ class Engine:
             return
         parameters = [parameter for _, parameter in named]
         for other in engines_of(parameters):
-            other.close()  # a newer optimizer takes over, as when a notebook's cell is run again
+            other.give_up(parameters)
         self._attach(layout, formats, parameters)
         _engines.add(self)
+        if self.sharded.is_complete:  # they were added later
+            self.sharding.reshard_all()
+
+    def give_up(self, parameters: Collection[nn.Parameter]) -> None:
+        """Somebody else will train `parameters`: let go of those that are frozen here, or close.
+
+        The newer optimizer takes over, as when a notebook's cell is run again.
+        """
+        if self.slot_of.keys().isdisjoint(parameters):
+            self.sharding.thaw(parameters)
+        else:
+            self.close()
 
     def _attach(
         self, layout: Layout, formats: Sequence[Format], parameters: Sequence[nn.Parameter]
     ) -> None:
-        first = len(self.parameters.tensors)
-        added = [
-            Arena(plan, layout, self.transport.rank) for plan in layout.arenas[len(self.arenas) :]
-        ]
-        by_slot = dict(enumerate(parameters, start=first))
-        for arena, fmt in zip(added, formats[len(self.arenas) :], strict=True):
-            fill_arena(arena, fmt, by_slot, self.transport, self.options)
-        self.parameters.attach(added, parameters)
+        by_slot = dict(enumerate(parameters, start=len(self.layout.slots)))
+        for plan in layout.arenas[len(self.arenas) :]:
+            arena = self.sharded.new_arena(plan)
+            fill_arena(arena, formats[plan.index], by_slot, self.transport, self.options)
+            self.sharded.attach(arena, layout, by_slot, is_frozen=False)
+            self.arenas.append(arena)
+        self.parameters.find_owners()
         self.layout, self.formats = layout, list(formats)
-        self.arenas += added
         self.slot_of.update((parameter, slot) for slot, parameter in by_slot.items())
         self.counters.extend(len(layout.slots), self.arenas[0].device)
         self.updaters = [
@@ -154,9 +176,32 @@ class Engine:
 
     # --- the schedule
 
-    def _execute(self, event: Event, bucket: int = -1) -> None:
+    def _execute(self, event: Event, index: int = -1) -> None:
+        """Do what the table says; `index` is of the bucket or the unit."""
         for action in self.schedule.actions(event):
-            ACTIONS[action](self, bucket)
+            ACTIONS[action](self, index)
+
+    @torch.no_grad()
+    def _at_module(self, event: Event, unit: int) -> None:
+        if event is Event.PRE_BACKWARD:
+            self.gradients.hooks.call_at_end()
+        self._execute(event, unit)
+
+    def _unshard(self, unit: int) -> None:
+        self.sharding.enter(unit)
+
+    def _prefetch(self, _: int) -> None:
+        self.sharding.prefetch()
+
+    def _idle(self, unit: int) -> None:
+        self.sharding.leave(unit)
+
+    def _reshard(self, unit: int) -> None:
+        self.sharding.reshard(self.sharding.units[unit])
+
+    def _reshard_all(self, _: int) -> None:
+        self.modules.forget()
+        self.sharding.reshard_all()
 
     def _reduce(self, bucket: int) -> None:
         with torch.profiler.record_function("zeroshard::reduce"):
@@ -181,7 +226,10 @@ class Engine:
     def _gather(self, bucket: int) -> None:
         with torch.profiler.record_function("zeroshard::gather"):
             arena = self.arenas[self.layout.buckets[bucket].arena]
-            self.gathers.append(self.parameters.gather(bucket, arena, self.step_count))
+            if arena.is_whole:
+                op = Op("gather", bucket=bucket, round=self.step_count, unit=arena.plan.unit)
+                shard = arena.parameter_shard(bucket)
+                self.gathers.append(self.transport.gather(arena.bucket(bucket), shard, op=op))
 
     def _update(self, _: int) -> None:
         """Update every bucket that has a gradient; its gather starts while the next one updates."""
@@ -208,7 +256,7 @@ class Engine:
         self.counters.advance(used, self._found_inf)
         self._plan(used)
         self._execute(Event.STEP)
-        self.parameters.mark_written_by_us(used)
+        self.parameters.mark_written_by_us([self.gradients.parameters[slot] for slot in used])
         if not self.transport.distributed or self.gradients.ddp_owns_gradients():
             self.gradients.free_copies()
             for updater in self.updaters:
@@ -226,10 +274,9 @@ class Engine:
         parts = []
         for run in self.layout.runs_of_slot[slot]:
             if run.rank == self.transport.rank:
-                parameter = arena.parameters[run.arena_offset : run.arena_offset + run.numel]
                 stop = run.shard_offset + run.numel
                 state = {k: flat[run.shard_offset : stop] for k, flat in arena.state.items()}
-                parts.append((parameter, state))
+                parts.append((arena.parameter_run(run), state))
         return parts
 
     def _clip(self, used: Sequence[int]) -> None:
@@ -283,76 +330,62 @@ class Engine:
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the first rank's values of tensors that are not ours."""
         for tensor in tensors:
-            if tensor.numel() and tensor not in self.slot_of:
+            if tensor.numel() and tensor not in self.parameters.places:
                 whole = tensor.data.contiguous()
                 self.transport.broadcast(whole, op=Op("initial buffers")).wait()
                 tensor.data.copy_(whole)
 
-    def summary(self) -> str:
-        """A few lines on what is sharded how."""
-        lines = [
-            f"zeroshard stage {self.options.stage}, {self.transport.num_ranks} ranks, "
-            f"{len(self.layout.buckets)} buckets"
-        ]
-        for plan, fmt in zip(self.layout.arenas, self.formats, strict=True):
-            numel = sum(slot.numel for slot in plan.slots)
-            lines.append(
-                f"  {plan.dtype}: {len(plan.slots)} parameters, {numel} elements, master "
-                f"{fmt.master}, moments {fmt.moments}"
-            )
-        return "\n".join(lines)
-
     def look_at_writes(self) -> None:
         """Take over what was written to parameters up to now."""
-        self._reread(self.parameters.check())
+        written = self.parameters.check()
+        self._reread(sorted(self.slot_of[p] for p in written if p in self.slot_of))
 
     def refresh_masters(self) -> None:
         """Re-read every master from its parameter."""
-        self._reread(range(len(self.parameters.tensors)))
+        self._reread(range(len(self.layout.slots)))
+
+    @contextmanager
+    def gathered(self, parameters: Collection[nn.Parameter]) -> Iterator[None]:
+        """Keep the units of `parameters` whole for as long as the context lasts."""
+        units = self.sharding.units_of(parameters)
+        with torch.no_grad():
+            self.sharding.pin(units)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                self.sharding.unpin(units, self.modules.needed())
 
     def write_back(self, parameters: Iterable[nn.Parameter]) -> None:
         """The first rank's values of `parameters` win; masters follow where these are new."""
-        slots = sorted(self.slot_of[p] for p in set(parameters) if p in self.slot_of)
+        wanted = set(parameters)
+        places = [place for p, place in self.parameters.places.items() if p in wanted]
         self.look_at_writes()
-        for slot in slots:
-            arena = self.arenas[self.layout.slots[slot].arena]
-            place = self.layout.slots[slot]
-            flat = arena.parameters[place.offset : place.offset + place.numel]
-            before = [parameter.clone() for parameter, _ in self.local_parts(slot)]
-            self.transport.broadcast(flat, op=Op("writeback", bucket=slot)).wait()
-            for old, (parameter, state) in zip(before, self.local_parts(slot), strict=True):
+        for number, place in enumerate(places):
+            slot = self.slot_of.get(place.parameter)
+            parts = [] if slot is None else self.local_parts(slot)
+            before = [parameter.clone() for parameter, _ in parts]
+            self.transport.broadcast(place.flat, op=Op("writeback", bucket=number)).wait()
+            self.parameters.keep(place)
+            for old, (parameter, state) in zip(before, parts, strict=True):
                 reread_master(parameter, state, parameter != old)
-        self.parameters.mark_written_by_us(slots)
+        self.parameters.mark_written_by_us([place.parameter for place in places])
 
-    def memory(self) -> dict[str, int]:
-        """Bytes held on this rank, by category; each storage once."""
-        by_category: dict[str, list[Tensor]] = {"master": [], "moments": []}
-        for arena, fmt in zip(self.arenas, self.formats, strict=True):
-            for field in fmt.fields:
-                by_category[field.category].append(arena.state[field.name])
-        held = {
-            "parameters": storage_nbytes(arena.parameters for arena in self.arenas),
-            "unsharded_parameters": 0,
-            "gradients": storage_nbytes(
-                [*(arena.gradients for arena in self.arenas), *self._whole_gradients()]
-            ),
-            **{category: storage_nbytes(tensors) for category, tensors in by_category.items()},
-            "communication": self.pool.nbytes,
-        }
-        held["optimizer_state"] = held["master"] + held["moments"]
-        return held
-
-    def _whole_gradients(self) -> list[Tensor]:
-        grads = [parameter.grad for parameter in self.parameters.tensors]
-        return [g for g in grads if g is not None and not isinstance(g, ShardTensor)]
+    def abandon(self) -> None:
+        """End what an error left under way: reductions, gathers, units that are whole."""
+        self.gradients.abandon()
+        self.gradients.drop_set_aside()
+        if self.modules.is_inside and torch._C._current_graph_task_id() == -1:
+            self._reshard_all(-1)
 
     def close(self) -> None:
-        """Remove every hook and give back plain parameters."""
+        """Remove every hook and give back plain, whole parameters; every rank has to call it."""
         self.is_closed = True
         _engines.discard(self)
         self.gradients.abandon()
         self.gradients.detach()
-        self.parameters.detach()
+        self.sharded.detach()
+        self.parameters.release(self.parameters.places)
         self.slot_of.clear()
         self.arenas.clear()
         self.updaters.clear()
@@ -368,6 +401,11 @@ ACTIONS = {
     Action.RELEASE: Engine._release,
     Action.UPDATE: Engine._update,
     Action.GATHER: Engine._gather,
+    Action.UNSHARD: Engine._unshard,
+    Action.PREFETCH: Engine._prefetch,
+    Action.IDLE: Engine._idle,
+    Action.RESHARD: Engine._reshard,
+    Action.RESHARD_ALL: Engine._reshard_all,
 }
 
 

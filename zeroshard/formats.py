@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .config import Precision
 from .errors import ConfigError
 
-__all__ = ["Field", "Format", "state_format", "wire_dtype"]
+__all__ = ["FROZEN", "Field", "Format", "state_format", "sum_dtype", "wire_dtype"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,10 @@ MOMENTS = {
     ),
 }
 AUTO_MASTER = {"float32": "param", "bfloat16": "split", "float16": "fp32"}
+
+
+FROZEN = Format(master="param", moments="none", fields=())
+"""Parameters that are sharded and not trained."""
 
 
 def state_format(dtype: str, precision: Precision) -> Format:

@@ -1,7 +1,7 @@
 """`zeroshard.gather`: full parameters of a module everywhere, for as long as a context lasts."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ def gather(
     target: nn.Module | torch.optim.Optimizer | nn.Parameter, writeback: bool = False
 ) -> Iterator[None]:
     """Full parameters inside the context; below stage 3 they are full anyway.
+
+    Contexts nest, and forward, backward and `step()` may run inside. What is written to a parameter
+    inside takes effect; without `writeback` every rank must write the same.
 
     Args:
         target: a module, the optimizer, or one parameter.
@@ -39,12 +42,13 @@ def gather(
             f"there is no zeroshard optimizer that could gather {type(target).__name__}: build "
             "zeroshard.AdamW first"
         )
-    if not writeback:
-        yield
-        return
-    yield
-    with torch.no_grad():
+    with ExitStack() as stack:
         for engine in engines:
-            engine.write_back(parameters)
-        owned = {parameter for engine in engines for parameter in engine.slot_of}
-        newest.broadcast(dict.fromkeys(p for p in parameters if p not in owned))
+            stack.enter_context(engine.gathered(set(parameters)))
+        yield
+        if writeback:
+            with torch.no_grad():
+                for engine in engines:
+                    engine.write_back(parameters)
+                owned = {p for engine in engines for p in engine.parameters.places}
+                newest.broadcast(dict.fromkeys(p for p in parameters if p not in owned))

@@ -14,7 +14,7 @@ from .autograd_hooks import AutogradHooks
 from .backward import Backward
 from .errors import GradientError
 from .gradient_shards import GradientShards
-from .layout import Layout, plan_layout
+from .layout import Layout, ParamSpec, plan_layout
 from .reduction import Reducer
 from .shard_tensor import ShardTensor
 from .storage import Arena, BufferPool, on_device
@@ -32,7 +32,7 @@ class Gradients:
         scale: what sums over the ranks are multiplied by, 1 / ranks for a mean.
         on_begin: called at the first gradient of a backward; may raise.
         on_ready: called with a bucket that is complete and next in order.
-        on_end: called when a backward is over and everything was launched.
+        on_end: called when the outermost backward is over and everything was launched.
         on_closed: called when every `p.grad` of a backward that synchronises is set.
     """
 
@@ -147,6 +147,9 @@ class Gradients:
             return
         self.hooks.call_at_end()
         backward = self.backward or self._begin(self._task)
+        arena = self.shards.arena_of(slot)
+        if not (arena.is_whole or arena.is_reached):
+            raise GradientError(_unreached(self.layout.slots[slot].spec))
         self._take(slot, backward)
         while backward.waiting and backward.missing[backward.waiting[0]] == 0:
             self.on_ready(backward.waiting.popleft())
@@ -165,7 +168,8 @@ class Gradients:
         """The outermost backward is over: set every `p.grad`."""
         self._task = None
         self._put_back()
-        self.close()
+        if not self.close():
+            self.on_end()
         if self.synchronise:
             self.on_closed()
 
@@ -240,12 +244,16 @@ class Gradients:
             self.shards.write(slot, earlier._local_tensor)
         return True
 
-    def close(self) -> None:
-        """Launch what is left of the backward under way, wait, and set every `p.grad`."""
+    def close(self) -> bool:
+        """Launch what is left of the backward under way, wait, and set every `p.grad`.
+
+        Returns:
+            Whether there was one that synchronises.
+        """
         self._put_back()
         backward = self.backward
         if backward is None:
-            return
+            return False
         for slot in list(self.unsynced) if backward.is_whole else ():
             if self._is_local(slot):
                 self._take(slot, backward)
@@ -270,6 +278,7 @@ class Gradients:
             elif backward.carries.get(slot) is False:
                 self.shards.is_zero(slot)  # the sum of no gradient
         self._renew_flags(backward)
+        return True
 
     def abandon(self) -> None:
         """Finish a backward that an exception cut short, so that no rank waits for this one."""
@@ -388,6 +397,15 @@ class Gradients:
             yield
         finally:
             self.synchronise = before
+
+
+def _unreached(spec: ParamSpec) -> str:
+    return (
+        f"backward reached {spec.name!r} without coming through an output of its unit "
+        f"{spec.unit or '(root)'!r}, so that its parameters were not gathered and the gradients "
+        "are wrong. Return tensors in tuples, lists, dicts or dataclasses, and compute with a "
+        "module's parameters in its own forward only"
+    )
 
 
 _SENT = torch.empty(0)

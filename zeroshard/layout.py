@@ -16,6 +16,7 @@ from .errors import ConfigError
 
 __all__ = [
     "BLOCK",
+    "KEPT_WHOLE",
     "ArenaPlan",
     "Bucket",
     "Layout",
@@ -30,19 +31,22 @@ BLOCK = 256
 """Elements. No slot, bucket or shard boundary ever cuts through a block, so a block means the
 same elements at every world size."""
 
+KEPT_WHOLE = "(kept whole)"
+"""The unit of parameters that are never freed where others are: those of one element."""
+
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """A trainable parameter as the layout sees it."""
+    """A parameter as the layout sees it."""
 
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # dense: a permutation of the contiguous strides
     dtype: str
     device: str
-    unit: str = ""  # "" is the root unit
+    unit: str = ""  # what is gathered and freed together; "" is the root unit
 
     @property
     def numel(self) -> int:

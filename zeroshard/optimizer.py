@@ -11,10 +11,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from .accounts import memory_of, summary_of
 from .config import Options, Precision
 from .engine import Engine
 from .errors import ConfigError, GradientError
-from .param_groups import check_group, describe_groups, describe_others, in_forward_order
+from .param_groups import (
+    check_group,
+    describe_groups,
+    describe_others,
+    frozen_parameters,
+    in_forward_order,
+    other_tensors,
+)
 from .state import check_groups, consolidate, load_slot, slices_of, state_of
 from .transport import connect
 from .wrappers import DDPGuard, unwrap
@@ -97,15 +105,22 @@ class AdamW(torch.optim.Optimizer):
             sync_init=sync_init,
             skip_nonfinite=skip_nonfinite,
             precision=precision if precision is not None else Precision(),
+            reshard_after_forward=reshard_after_forward,
+            units=None if units is None else tuple(units),
         )
-        if units is not None or not reshard_after_forward:
-            warnings.warn(
-                "units and reshard_after_forward have no effect below stage 3", stacklevel=2
-            )
         if model is not None and not isinstance(model, nn.Module):
             raise ConfigError(f"model must be an nn.Module or None, got {type(model).__name__}")
         if isinstance(params, nn.Module):
             model, params = params, params.parameters()
+        if options.needs_model and model is None:
+            raise ConfigError(
+                "stage 3 gathers parameters at the boundaries of modules, so it needs the module: "
+                "pass model=, or the module itself as the first argument"
+            )
+        if not options.needs_model and (units is not None or not reshard_after_forward):
+            warnings.warn(
+                "units and reshard_after_forward have no effect below stage 3", stacklevel=2
+            )
         # torch's own keys, so that state dicts, schedulers and other optimizers find them.
         plain = torch.optim.AdamW([torch.empty(0)], betas=betas, eps=eps).defaults
         defaults = dict(
@@ -136,7 +151,6 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        trainable_set = set(trainable)
         device = (trainable or parameters or [torch.empty(0)])[0].device
         named = in_forward_order(self.param_groups, model)
         transport = connect(mesh, device)
@@ -144,15 +158,17 @@ class AdamW(torch.optim.Optimizer):
         engine.param_groups = self.param_groups
         engine.on_added = self._show_state
         engine.on_close = self._engine_closed
-        others = [p for p in parameters if not p.requires_grad]
-        if model is not None:
-            others += [*(p for p in model.parameters() if p not in trainable_set), *model.buffers()]
-        others = list(dict.fromkeys(others))
+        others = other_tensors(parameters, model)
         description = {**options.describe(), **describe_groups(self.param_groups)}
         try:
+            if engine.shards_parameters and model is not None:
+                engine.sharded.use_units(model)
             engine.add(named, {**description, **describe_others(others)})
+            if engine.shards_parameters and model is not None:
+                engine.sharded.shard_frozen(frozen_parameters(model, set(trainable)))
             if options.sync_init:
                 engine.broadcast(others)
+            engine.sharded.complete()
         except BaseException:
             engine.close()
             raise
@@ -208,8 +224,7 @@ class AdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; also ends what an exception in backward left under way."""
         if self._engine is not None:
-            self._engine.gradients.abandon()
-            self._engine.gradients.drop_set_aside()
+            self._engine.abandon()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -313,7 +328,7 @@ class AdamW(torch.optim.Optimizer):
         text = super().__repr__()
         if self._engine is None:
             return text
-        return f"{text}\n{self._engine.summary()}"
+        return f"{text}\n{summary_of(self._engine)}"
 
     # --- what it has beyond
 
@@ -358,7 +373,7 @@ class AdamW(torch.optim.Optimizer):
 
     def memory(self) -> dict[str, int]:
         """Bytes held on this rank by category; `optimizer_state` is master + moments."""
-        return self.engine.memory()
+        return memory_of(self.engine)
 
     @property
     def skipped_steps(self) -> Tensor:

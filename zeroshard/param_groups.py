@@ -3,14 +3,22 @@
 Reads them only.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .errors import ConfigError
 
-__all__ = ["check_group", "describe_groups", "describe_others", "in_forward_order"]
+__all__ = [
+    "check_group",
+    "describe_groups",
+    "describe_others",
+    "frozen_parameters",
+    "in_forward_order",
+    "other_tensors",
+]
 
 
 def check_group(group: dict[str, Any]) -> None:
@@ -52,6 +60,31 @@ def in_forward_order(
     if model is not None:
         ordered = {p: name for name, p in model.named_parameters() if p in named}
     return [(name, p) for p, name in {**ordered, **named, **ordered}.items() if p.requires_grad]
+
+
+def other_tensors(parameters: Sequence[nn.Parameter], model: nn.Module | None) -> list[Tensor]:
+    """What the optimizer does not train: frozen parameters, and the rest of the module."""
+    others: list[Tensor] = [p for p in parameters if not p.requires_grad]
+    if model is not None:
+        trained = {p for p in parameters if p.requires_grad}
+        others += [*(p for p in model.parameters() if p not in trained), *model.buffers()]
+    return list(dict.fromkeys(others))
+
+
+def frozen_parameters(
+    model: nn.Module, trainable: Collection[nn.Parameter]
+) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a module, with names, that can be sharded though they are not trained.
+
+    Others (quantised ones, of dtypes or classes of their own) stay as they are.
+    """
+    return [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter not in trainable
+        and type(parameter) is nn.Parameter
+        and parameter.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ]
 
 
 def describe_groups(groups: Sequence[dict[str, Any]]) -> dict[str, str]:

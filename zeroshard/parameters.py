@@ -1,9 +1,9 @@
 """Shard -> gather -> parameter: the user's parameters as views of arenas, and who wrote to them.
 
-Owns the re-pointing of `.data`; knows no gradients and no optimizer state.
+Owns the re-pointing of `.data`; knows no gradients, no optimizer state, and not when.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .errors import ConfigError
-from .layout import ParamSpec
+from .layout import Layout, ParamSpec, Slot
+from .shard_tensor import Slices
 from .storage import Arena, slot_view
-from .transport import Op, Pending, Transport
 from .wrappers import Owners, owners_of
 
-__all__ = ["Parameters", "check_trainable", "dense_stride", "describe_parameter"]
+__all__ = ["Parameters", "Place", "check_trainable", "dense_stride", "describe_parameter"]
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -29,7 +29,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride())
 
 
-def describe_parameter(name: str, parameter: Tensor, dtype: torch.dtype) -> ParamSpec:
+def describe_parameter(name: str, parameter: Tensor, dtype: torch.dtype, unit: str) -> ParamSpec:
     """What the layout needs to know of a parameter that is stored as `dtype`."""
     return ParamSpec(
         name=name,
@@ -37,6 +37,7 @@ def describe_parameter(name: str, parameter: Tensor, dtype: torch.dtype) -> Para
         stride=dense_stride(parameter),
         dtype=str(dtype).removeprefix("torch."),
         device=str(parameter.device),
+        unit=unit,
     )
 
 
@@ -70,106 +71,220 @@ def check_trainable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
             )
 
 
+class Place:
+    """Where one parameter lives: its slot of an arena, and what its `.data` is now.
+
+    Attributes:
+        local_range: [start, stop) of the arena's shard.
+        view: of the arena's whole parameters; readable while these have memory.
+        placeholder: what `.data` is while they have none: one NaN with strides of 0, which keeps
+            shape and dtype and refuses most writes. None where the arena is never freed.
+        data_ptr: of what `.data` should be.
+        version: of the parameter, when it was looked at last.
+    """
+
+    __slots__ = (
+        "arena",
+        "data_ptr",
+        "local_range",
+        "parameter",
+        "placeholder",
+        "placeholder_ptr",
+        "slices",
+        "slot",
+        "version",
+        "view",
+    )
+
+    def __init__(self, parameter: nn.Parameter, slot: Slot, arena: Arena, layout: Layout) -> None:
+        self.parameter, self.slot, self.arena = parameter, slot, arena
+        self.slices = Slices.of_slot(layout, slot.index)
+        self.local_range = layout.local_range(slot.index, arena.rank)
+        self.view = slot_view(self.flat, slot.spec.shape, slot.spec.stride)
+        self.placeholder: Tensor | None = None
+        self.placeholder_ptr = 0
+        if arena.shard is not None:
+            nan = torch.full((1,), torch.nan, dtype=self.view.dtype, device=arena.device)
+            self.placeholder = nan.as_strided(slot.spec.shape, (0,) * len(slot.spec.shape))
+            self.placeholder_ptr = self.placeholder.data_ptr()
+        self.show()
+        self.version = parameter._version
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the module, or in the param groups."""
+        return self.slot.spec.name
+
+    @property
+    def flat(self) -> Tensor:
+        """[slot.numel] of the arena's whole parameters."""
+        return self.arena.parameters[self.slot.offset : self.slot.offset + self.slot.numel]
+
+    def show(self) -> None:
+        """Let the parameter be the view of its slot."""
+        self.parameter.data = self.view
+        self.data_ptr = self.view.data_ptr()
+
+    def hide(self) -> None:
+        """Let the parameter be its placeholder."""
+        assert self.placeholder is not None
+        self.parameter.data = self.placeholder
+        self.data_ptr = self.placeholder_ptr
+
+
 class Parameters:
-    """Slot by slot: the user's parameter, its view of the arena, and the version last seen."""
+    """All parameters of one optimizer that live in arenas, and what was written to them.
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
+    Args:
+        rank: this rank on the shard axis.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self.owners: Owners = {}
-        self.tensors: list[nn.Parameter] = []
-        self.views: list[Tensor] = []
-        self.names: list[str] = []
-        self.versions: list[int] = []
+        self.places: dict[nn.Parameter, Place] = {}
+        self._written: dict[nn.Parameter, None] = {}
 
-    def attach(self, arenas: Sequence[Arena], parameters: Sequence[nn.Parameter]) -> None:
-        """Point parameters at their slots, whose values are theirs already.
+    def attach(
+        self, arena: Arena, layout: Layout, parameters: Mapping[int, nn.Parameter]
+    ) -> list[Place]:
+        """Point parameters at their slots of an arena, whose values are theirs already.
 
         Args:
-            arenas: new arenas.
-            parameters: the user's parameters of all slots of these arenas, by slot index.
+            arena: a new arena.
+            layout: the layout that its slots are of.
+            parameters: the user's parameters by slot index.
         """
-        slots = sorted((s for a in arenas for s in a.plan.slots), key=lambda slot: slot.index)
-        self.owners.update(owners_of(set(parameters)))
-        by_index = {arena.plan.index: arena for arena in arenas}
-        for slot, parameter in zip(slots, parameters, strict=True):
-            arena = by_index[slot.arena]
-            flat = arena.parameters[slot.offset : slot.offset + slot.numel]
-            view = slot_view(flat, slot.spec.shape, slot.spec.stride)
-            self.tensors.append(parameter)
-            self.views.append(view)
-            self.names.append(slot.spec.name)
-            parameter.data = view
-            self.versions.append(parameter._version)
+        places = [Place(parameters[slot.index], slot, arena, layout) for slot in arena.plan.slots]
+        self.places.update((place.parameter, place) for place in places)
+        return places
 
-    def check(self) -> list[int]:
-        """Slots written from outside since the last look; views that were moved are put back.
+    def find_owners(self) -> None:
+        """Look up which modules hold the parameters, to notice when one is replaced."""
+        self.owners = owners_of(self.places)
+
+    # --- what was written from outside
+
+    def check(self) -> list[nn.Parameter]:
+        """Parameters written from outside since the last time; views that were moved are put back.
 
         Raises:
-            ConfigError: a parameter was replaced, or has another shape, dtype or device now.
+            ConfigError: a parameter was replaced, has another shape, dtype or device now, or was
+                written to while it was sharded.
         """
-        moved = self._moved()
-        for slot, parameter in enumerate(self.tensors):
+        for parameter, place in self.places.items():
             for reference, name in self.owners.get(parameter, ()):
                 module = reference()
                 if module is not None and module._parameters.get(name) is not parameter:
-                    raise ConfigError(_replaced(self.names[slot], module))
-        for slot in moved:
-            self._check_kind(slot)
-        for slot in moved:
-            self.views[slot].copy_(self.tensors[slot].data)
-            self.tensors[slot].data = self.views[slot]
-        written = set(moved)
-        for slot, parameter in enumerate(self.tensors):
-            if parameter._version != self.versions[slot]:
-                self.versions[slot] = parameter._version
-                written.add(slot)
-        return sorted(written)
+                    raise ConfigError(_replaced(place.name, module))
+        self.settle(self.places.values())
+        written, self._written = self._written, {}
+        return list(written)
+
+    def settle(self, places: Iterable[Place]) -> None:
+        """Bring what was written to `places` into their arenas, and note it.
+
+        Raises:
+            ConfigError: see `check`.
+        """
+        moved = [place for place in places if place.parameter.data_ptr() != place.data_ptr]
+        for place in moved:
+            _check_kind(place)
+        for place in moved:
+            self._take_data(place)
+        lost = []
+        for place in places:
+            version = place.parameter._version
+            if version != place.version:
+                place.version = version
+                if place.arena.is_whole:
+                    self.keep(place)
+                    self._written[place.parameter] = None
+                else:
+                    lost.append(place)
+        if lost:
+            for place in lost:
+                assert place.placeholder is not None
+                place.placeholder.as_strided((1,), (1,)).fill_(torch.nan)
+            raise ConfigError(_written_while_sharded([place.name for place in lost]))
+
+    def _take_data(self, place: Place) -> None:
+        """Take over what the user pointed a parameter's `.data` at."""
+        data = place.parameter.data
+        if place.arena.is_whole:
+            place.view.copy_(data)
+            place.show()
+            self.keep(place)
+        else:
+            local = place.slices.cut(place.slices.flatten(data), self.rank)
+            if local.numel() and bool(local.isnan().all()):
+                place.hide()
+                raise ConfigError(_written_while_sharded([place.name]))
+            self.shard_of(place).copy_(local)
+            place.hide()
+        self._written[place.parameter] = None
 
     def check_kinds(self) -> None:
         """Raise if a parameter has another shape, dtype or device than when it was attached."""
-        for slot in self._moved():
-            self._check_kind(slot)
+        for place in self.places.values():
+            if place.parameter.data_ptr() != place.data_ptr:
+                _check_kind(place)
 
-    def _moved(self) -> list[int]:
-        """Slots whose parameter no longer is the view of its slot."""
-        return [
-            slot
-            for slot, (parameter, view) in enumerate(zip(self.tensors, self.views, strict=True))
-            if parameter.data_ptr() != view.data_ptr() and view.numel()
-        ]
+    def note_written(self, place: Place) -> None:
+        """The shard of `place` was written to; so were the values that a parameter shows."""
+        place.version = place.parameter._version
+        self._written[place.parameter] = None
 
-    def _check_kind(self, slot: int) -> None:
-        parameter, view = self.tensors[slot], self.views[slot]
-        now = (tuple(parameter.shape), parameter.dtype, parameter.device)
-        then = (tuple(view.shape), view.dtype, view.device)
-        if now != then:
-            raise ConfigError(
-                f"parameter {self.names[slot]!r} had shape {then[0]}, {then[1]} on {then[2]} when "
-                f"the optimizer was built, and has shape {now[0]}, {now[1]} on {now[2]} now: move "
-                "or cast the model before building the optimizer"
-            )
-
-    def mark_written_by_us(self, slots: Sequence[int]) -> None:
+    def mark_written_by_us(self, parameters: Sequence[nn.Parameter]) -> None:
         """Bump the versions of parameters that a step changed, as torch's optimizers do.
 
         A backward through a graph from before the step then raises.
         """
-        torch.autograd.graph.increment_version([self.tensors[slot] for slot in slots])
-        for slot in slots:
-            self.versions[slot] = self.tensors[slot]._version
+        torch.autograd.graph.increment_version(parameters)
+        for parameter in parameters:
+            self.places[parameter].version = parameter._version
 
-    def gather(self, bucket: int, arena: Arena, step: int) -> Pending:
-        """Launch the all-gather of a bucket, straight into the storage of the parameters."""
-        op = Op("gather", bucket=bucket, round=step, unit=arena.plan.unit)
-        return self.transport.gather(arena.bucket(bucket), op=op)
+    # --- between a whole parameter and this rank's shard of it
 
-    def detach(self) -> None:
-        """Give every parameter plain memory of its own again."""
-        for parameter, view in zip(self.tensors, self.views, strict=True):
-            if parameter.data_ptr() == view.data_ptr():
-                parameter.data = view.clone()
-        self.views.clear()
-        self.tensors.clear()
+    def shard_of(self, place: Place) -> Tensor:
+        """[slice's numel] this rank's elements in storage order; the arena must keep a shard."""
+        assert place.arena.shard is not None
+        start, stop = place.local_range
+        return place.arena.shard[start:stop]
+
+    def keep(self, place: Place) -> None:
+        """Copy this rank's elements of a whole parameter to the shard, where there is one."""
+        if place.arena.shard is not None:
+            self.shard_of(place).copy_(place.slices.cut(place.flat, self.rank))
+
+    def keep_changes(self, places: Iterable[Place]) -> None:
+        """As `keep`, for what was written in ways that move no version."""
+        for place in places:
+            if place.arena.shard is not None:
+                local = place.slices.cut(place.flat, self.rank)
+                if not torch.equal(local, self.shard_of(place)):
+                    self.shard_of(place).copy_(local)
+                    self._written[place.parameter] = None
+
+    def release(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give whole parameters plain memory of their own again."""
+        for parameter in list(parameters):
+            place = self.places.pop(parameter)
+            self._written.pop(parameter, None)
+            if parameter.data_ptr() == place.data_ptr:
+                parameter.data = place.view.clone()
+
+
+def _check_kind(place: Place) -> None:
+    parameter, view = place.parameter, place.view
+    now = (tuple(parameter.shape), parameter.dtype, parameter.device)
+    then = (tuple(view.shape), view.dtype, view.device)
+    if now != then:
+        raise ConfigError(
+            f"parameter {place.name!r} had shape {then[0]}, {then[1]} on {then[2]} when "
+            f"the optimizer was built, and has shape {now[0]}, {now[1]} on {now[2]} now: move "
+            "or cast the model before building the optimizer"
+        )
 
 
 def _replaced(name: str, module: nn.Module) -> str:
@@ -177,4 +292,13 @@ def _replaced(name: str, module: nn.Module) -> str:
         f"parameter {name!r} of {type(module).__name__} was replaced by another Parameter object "
         "after the optimizer was built, so training would change one that the model no longer "
         "uses. Assign to parameter.data, load with assign=False, or build the optimizer last"
+    )
+
+
+def _written_while_sharded(names: Sequence[str]) -> str:
+    listed = ", ".join(repr(name) for name in names[:3]) + (" ..." if len(names) > 3 else "")
+    return (
+        f"{listed} was written to while it was sharded, when a parameter is only a placeholder: "
+        "the write is lost, the weights are what they were. Write inside of "
+        "`with zeroshard.gather(model, writeback=True):`"
     )

@@ -14,13 +14,18 @@ __all__ = ["Action", "Event", "Schedule", "compile_schedule"]
 
 
 class Event(str, Enum):
-    """Something that happened, to a bucket or to the whole backward or step."""
+    """Something that happened, to a bucket, to a unit, or to the whole backward or step."""
 
     GRAD_READY = "GRAD_READY(bucket)"
     REDUCED = "REDUCED(bucket)"
     BACKWARD_END = "BACKWARD_END"
     STEP = "STEP"
     UPDATED = "UPDATED(bucket)"
+    PRE_FORWARD = "PRE_FORWARD(unit)"
+    POST_FORWARD = "POST_FORWARD(unit)"
+    EVALUATED = "EVALUATED"  # the outermost forward is over, and no backward can follow
+    PRE_BACKWARD = "PRE_BACKWARD(unit)"
+    POST_BACKWARD = "POST_BACKWARD(unit)"
 
 
 class Action(str, Enum):
@@ -31,7 +36,12 @@ class Action(str, Enum):
     WAIT = "wait"  # wait for everything in flight
     RELEASE = "release"  # give the communication buffers back to the allocator
     UPDATE = "update"  # AdamW on this rank's shard of the bucket
-    GATHER = "gather"  # launch the bucket's all-gather
+    GATHER = "gather"  # launch the bucket's all-gather, where its parameters are whole
+    UNSHARD = "unshard"  # make the unit's parameters whole
+    PREFETCH = "prefetch"  # launch the all-gather of the unit that probably comes next
+    IDLE = "idle"  # free the unit (the root excepted) as soon as another one is needed
+    RESHARD = "reshard"  # free the unit
+    RESHARD_ALL = "reshard all"  # free every unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +51,7 @@ class Schedule:
     table: Mapping[Event, tuple[Action, ...]]
     in_flight: int  # reductions that DRAIN leaves under way
     spares_buffers: bool  # gradients arrive in their shard where the transport can do that
+    shards_parameters: bool  # parameters are whole only while their unit is used
 
     def actions(self, event: Event) -> tuple[Action, ...]:
         """What to do at `event`, in order."""
@@ -52,17 +63,33 @@ def compile_schedule(options: Options) -> Schedule:
 
     Stage 1 holds the full gradients and one set of buffers for every bucket until backward ends,
     and keeps the buffers for the next one. Stage 2 lets go of a gradient as soon as its bucket is
-    reduced, so that few buckets' worth of full gradients exist at a time.
+    reduced, so that few buckets' worth of full gradients exist at a time. Stage 3 does so too, and
+    its parameters are whole only around the forward and the backward of their unit.
     """
     keeps_buffers = options.stage == 1
-    table = {
+    shards_parameters = options.stage == 3
+    table: dict[Event, tuple[Action, ...]] = dict.fromkeys(Event, ()) | {
         Event.GRAD_READY: (Action.REDUCE,) if keeps_buffers else (Action.REDUCE, Action.DRAIN),
-        Event.REDUCED: (),
         Event.BACKWARD_END: (Action.WAIT,) if keeps_buffers else (Action.WAIT, Action.RELEASE),
         Event.STEP: (Action.UPDATE, Action.WAIT),
         Event.UPDATED: (Action.GATHER,),
     }
-    return Schedule(table=table, in_flight=2, spares_buffers=not keeps_buffers)
+    if shards_parameters:
+        table |= {
+            Event.PRE_FORWARD: (Action.UNSHARD, Action.PREFETCH),
+            Event.POST_FORWARD: (Action.IDLE,) if options.reshard_after_forward else (),
+            Event.EVALUATED: (Action.RESHARD_ALL,),
+            Event.PRE_BACKWARD: (Action.UNSHARD, Action.PREFETCH),
+            Event.POST_BACKWARD: (Action.RESHARD,),
+            Event.BACKWARD_END: (Action.RESHARD_ALL, *table[Event.BACKWARD_END]),
+            Event.STEP: (Action.RESHARD_ALL, *table[Event.STEP]),
+        }
+    return Schedule(
+        table=table,
+        in_flight=2,
+        spares_buffers=not keeps_buffers,
+        shards_parameters=shards_parameters,
+    )
 
 
 def describe(options: Options) -> str:

@@ -174,8 +174,9 @@ class ShardTensor(DTensor):
         if longest:
             buffer = self._local_tensor.new_zeros(transport.world_size * longest)
             shards = buffer.split(longest)
-            shards[transport.rank][: self._local_tensor.numel()].copy_(self._local_tensor)
-            transport.gather(buffer, op=Op("full_tensor")).wait()
+            own = shards[transport.rank]
+            own[: self._local_tensor.numel()].copy_(self._local_tensor)
+            transport.gather(buffer, own, op=Op("full_tensor")).wait()
             for shard, ranges in zip(shards, self.slices.by_rank, strict=True):
                 taken = 0
                 for start, numel in ranges:

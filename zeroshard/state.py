@@ -107,7 +107,7 @@ def slices_of(engine: Engine, slot: int, saved: Mapping[str, Any]) -> dict[str, 
     Raises:
         ConfigError: a tensor that does not fit.
     """
-    name = engine.parameters.names[slot]
+    name = engine.layout.slots[slot].spec.name
     known = ("exp_avg", "exp_avg_sq", "master", "remainder")
     local = {
         key: _local(engine, slot, saved[key], f"{key} of {name!r}") for key in known if key in saved

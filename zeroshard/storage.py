@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .layout import ArenaPlan, Layout
+from .layout import ArenaPlan, Run
 
 __all__ = ["Arena", "BufferPool", "on_device", "slot_view", "storage_nbytes"]
 
@@ -16,20 +16,35 @@ __all__ = ["Arena", "BufferPool", "on_device", "slot_view", "storage_nbytes"]
 class Arena:
     """The flat memory of one arena on one rank.
 
-    Attributes:
+    Args:
         plan: the arena's part of the layout.
-        parameters: [plan.numel], the storage whose views are the parameters.
+        world_size: ranks that share it.
+        rank: this one.
+        sharded: whether the parameters' memory is freed while nobody needs them.
+
+    Attributes:
+        parameters: [plan.numel], the storage whose views are the parameters. Freeing it and
+            allocating it again keeps the storage, so that whatever is a view of it stays one.
+        shard: [shard_numel] this rank's parameters, where the arena is sharded; else None.
+        is_whole: whether `parameters` has memory and values.
         gradients: [shard_numel] fp32, this rank's averaged gradients, or None before they exist.
             Padding, and the runs of slots without a gradient, are zero.
         state: field name -> [shard_numel] of the field's dtype.
     """
 
-    def __init__(self, plan: ArenaPlan, layout: Layout, rank: int) -> None:
+    def __init__(
+        self, plan: ArenaPlan, world_size: int, rank: int, *, sharded: bool = False
+    ) -> None:
         self.plan = plan
         self.rank = rank
-        self.shard_numel = plan.numel // layout.world_size
+        self.shard_numel = plan.numel // world_size
         self.device = torch.device(plan.device)
         self.parameters = self.allocate(plan.numel, plan.dtype)
+        self.storage = self.parameters.untyped_storage()
+        self.nbytes = self.storage.nbytes()
+        self.shard = self.allocate(self.shard_numel, plan.dtype) if sharded else None
+        self.is_whole = True
+        self.is_reached = sharded is False  # by the backward under way, through its unit's outputs
         self.gradients: Tensor | None = None
         self.generation = 0  # how often the gradient shard was allocated
         self.state: dict[str, Tensor] = {}
@@ -50,11 +65,39 @@ class Arena:
         bucket = self.plan.buckets[index - self.plan.buckets[0].index]
         return self.parameters[bucket.offset : bucket.offset + bucket.numel]
 
-    def parameter_shard(self, index: int) -> Tensor:
-        """[bucket.shard_numel] of the parameters, this rank's shard of a bucket."""
+    def own_part(self, index: int) -> Tensor:
+        """[bucket.shard_numel] of the whole parameters that this rank's shard of a bucket is of."""
         bucket = self.plan.buckets[index - self.plan.buckets[0].index]
         start = bucket.offset + self.rank * bucket.shard_numel
         return self.parameters[start : start + bucket.shard_numel]
+
+    def parameter_shard(self, index: int) -> Tensor:
+        """[bucket.shard_numel] this rank's shard of a bucket, where it is kept."""
+        if self.shard is None:
+            return self.own_part(index)
+        bucket = self.plan.buckets[index - self.plan.buckets[0].index]
+        return self.shard[bucket.shard_offset : bucket.shard_offset + bucket.shard_numel]
+
+    def parameter_run(self, run: Run) -> Tensor:
+        """[run.numel] one of this rank's runs, where it is kept."""
+        if self.shard is None:
+            return self.parameters[run.arena_offset : run.arena_offset + run.numel]
+        return self.shard[run.shard_offset : run.shard_offset + run.numel]
+
+    def keep_own(self) -> None:
+        """Copy this rank's part of the whole parameters into the shard."""
+        if self.shard is not None:
+            for bucket in self.plan.buckets:
+                self.parameter_shard(bucket.index).copy_(self.own_part(bucket.index))
+
+    def allocate_whole(self) -> None:
+        """Memory for the whole parameters, with undefined content."""
+        self.storage.resize_(self.nbytes)
+
+    def free_whole(self) -> None:
+        """Free the whole parameters; views of them must not be read until they are back."""
+        self.is_whole = False
+        self.storage.resize_(0)
 
 
 def on_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -23,6 +23,7 @@ __all__ = [
     "Then",
     "Transport",
     "Works",
+    "copy_own",
     "named",
     "sum_into",
 ]
@@ -36,14 +37,17 @@ class Op:
 
     phase: str  # "reduce", "gather", "flags" ...
     bucket: int = 0
-    round: int = 0  # which backward or step
+    round: int = 0  # which backward, step or gather
     unit: str = ""
+    channel: int = 0  # 0 to 2: which gathers number their buckets and rounds together
+    note: str = ""
 
     def __str__(self) -> str:
-        counted = {"reduce": "backward", "gather": "step"}.get(self.phase, "round")
-        where = f" of bucket {self.bucket}" if self.phase in ("reduce", "gather") else ""
+        counted = {"reduce": "backward", "gather": "gather" if self.channel else "step"}
+        where = f" of bucket {self.bucket}" if self.phase in counted else ""
         unit = f" of unit {self.unit!r}" if self.unit else ""
-        return f"{self.phase}{where}{unit} ({counted} {self.round})"
+        note = f" {self.note}" if self.note else ""
+        return f"{self.phase}{where}{unit}{note} ({counted.get(self.phase, 'round')} {self.round})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +137,14 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def gather(self, bucket: Tensor, *, op: Op) -> Pending:
-        """All-gather in place: `bucket` [world_size * n] holds this rank's n elements already."""
+    def gather(self, bucket: Tensor, shard: Tensor, *, op: Op) -> Pending:
+        """All-gather every rank's `shard` into `bucket`.
+
+        Args:
+            bucket: [world_size * n].
+            shard: [n] this rank's elements; may be their place in `bucket` itself.
+            op: names the operation.
+        """
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, kind: Literal["sum", "max"], *, op: Op) -> Pending:
@@ -178,8 +188,9 @@ class named:
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise CommunicationError(
                 f"{self.op}: waited for the other ranks without success ({first_line}). Every "
-                "rank must run the same number of backwards and steps, over the same parameters; "
-                "set ZEROSHARD_DEBUG=1 to see which rank does something else"
+                "rank must run the same backwards and steps (under stage 3 also the same "
+                "forwards, in evaluation too, with as many batches); set ZEROSHARD_DEBUG=1 to see "
+                "which rank does something else"
             ) from error
 
 
@@ -207,6 +218,13 @@ class Collective(Transport):
         with named(op):
             dist.all_gather_object(items, item, self.group)
         return items
+
+
+def copy_own(bucket: Tensor, shard: Tensor, rank: int) -> None:
+    """Copy this rank's `shard` to its place in `bucket`, unless it lies there."""
+    place = bucket[rank * shard.numel() : (rank + 1) * shard.numel()]
+    if place.data_ptr() != shard.data_ptr():
+        place.copy_(shard)
 
 
 def sum_into(addends: Sequence[Tensor], out: Tensor, sum_dtype: torch.dtype) -> None:

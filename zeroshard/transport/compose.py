@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .base import Done, Finish, Op, Part, Pending, Then, Transport
+from .base import Done, Finish, Op, Part, Pending, Then, Transport, copy_own
 
 
 class WorldOfOne(Transport):
@@ -28,8 +28,9 @@ class WorldOfOne(Transport):
             finish(piece)
         return Done()
 
-    def gather(self, bucket: Tensor, *, op: Op) -> Pending:
-        """Nothing to gather."""
+    def gather(self, bucket: Tensor, shard: Tensor, *, op: Op) -> Pending:
+        """The one shard."""
+        copy_own(bucket, shard, 0)
         return Done()
 
     def all_reduce(self, tensor: Tensor, kind: Literal["sum", "max"], *, op: Op) -> Pending:
@@ -74,8 +75,8 @@ class Replicated(Transport):
 
         return Then(pending, over_replicas)
 
-    def gather(self, bucket: Tensor, *, op: Op) -> Pending:
-        return self.inner.gather(bucket, op=op)
+    def gather(self, bucket: Tensor, shard: Tensor, *, op: Op) -> Pending:
+        return self.inner.gather(bucket, shard, op=op)
 
     def all_reduce(self, tensor: Tensor, kind: Literal["sum", "max"], *, op: Op) -> Pending:
         pending = self.inner.all_reduce(tensor, kind, op=op)

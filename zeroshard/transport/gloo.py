@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .base import Collective, Finish, Op, Part, Pending, Works, named, sum_into
+from .base import Collective, Finish, Op, Part, Pending, Works, copy_own, named, sum_into
 
 SUM_CHUNK = 32768  # elements summed and finished at a time, so that they stay in the cache
 
@@ -74,13 +74,14 @@ class Gloo(Collective):
             arrivals.append(_Arrival(staging, pieces, works))
         return arrivals
 
-    def gather(self, bucket: Tensor, *, op: Op) -> Pending:
-        shards = bucket.chunk(self.world_size)
+    def gather(self, bucket: Tensor, shard: Tensor, *, op: Op) -> Pending:
+        shards = bucket.split(shard.numel())
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         tag = _tag(self.instance, op, 0)
         with named(op):
             works = [self.group.recv([shards[rank]], rank, tag) for rank in others]
-            works += [self.group.send([shards[self.rank]], rank, tag) for rank in others]
+            works += [self.group.send([shard], rank, tag) for rank in others]
+        copy_own(bucket, shard, self.rank)
         return Works(works, op)
 
 
@@ -164,10 +165,10 @@ def _tag(instance: int, op: Op, message: int) -> int:
 
     gloo ends the process when a message of another size arrives under a tag that is waited for, so
     ranks that have come apart, or two optimizers in one backward, must never use the same. Bits:
-    1 phase, 4 instance, 6 round, 12 bucket, 8 message.
+    2 phase and channel, 4 instance, 5 round, 12 bucket, 8 message.
     """
-    phase = 1 if op.phase == "gather" else 0
-    parts = ((phase, 1), (instance, 4), (op.round, 6), (op.bucket, 12), (message, 8))
+    phase = 1 + op.channel if op.phase == "gather" else 0
+    parts = ((phase, 2), (instance, 4), (op.round, 5), (op.bucket, 12), (message, 8))
     tag = 0
     for value, bits in parts:
         tag = tag << bits | value % (1 << bits)

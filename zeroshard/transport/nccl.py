@@ -78,12 +78,10 @@ class Nccl(Collective):
 
         return Then(pending, give_back)
 
-    def gather(self, bucket: Tensor, *, op: Op) -> Pending:
-        shard = bucket.chunk(self.world_size)[self.rank]
-
+    def gather(self, bucket: Tensor, shard: Tensor, *, op: Op) -> Pending:
         def launch() -> list[Tensor]:
             _all_gather(bucket, shard, self.gather_group)
-            return [bucket]
+            return [bucket, shard]
 
         return self._on(self.gather_stream, launch, op=op, keep=bucket)
 

@@ -47,9 +47,9 @@ class Around(Transport):
 
         return self._run(op, call, sum(part.tensor.nbytes for part in parts))
 
-    def gather(self, bucket: Tensor, *, op: Op) -> Pending:
+    def gather(self, bucket: Tensor, shard: Tensor, *, op: Op) -> Pending:
         """See `Transport.gather`."""
-        return self._run(op, lambda: self.inner.gather(bucket, op=op), bucket.nbytes)
+        return self._run(op, lambda: self.inner.gather(bucket, shard, op=op), bucket.nbytes)
 
     def all_reduce(self, tensor: Tensor, kind: Literal["sum", "max"], *, op: Op) -> Pending:
         """See `Transport.all_reduce`."""

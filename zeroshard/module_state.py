@@ -1,0 +1,133 @@
+"""`state_dict()` and `load_state_dict()` of modules whose parameters are sharded.
+
+Both are local: the one shows this rank's slices, the other keeps this rank's slices of what it is
+given. Everything else about them is torch's own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import ConfigError, ShardTensorError
+from .modules import OwnHook
+from .parameters import Parameters, Place
+from .shard_tensor import ShardTensor
+from .transport import Transport
+
+__all__ = ["ModuleState", "ParameterShard"]
+
+
+class ParameterShard(ShardTensor):
+    """A sharded parameter in a module's state dict: this rank's slice, which shares memory."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardTensorError(
+            "this state dict holds a slice of each sharded parameter, and a file of it would miss "
+            "the other ranks' slices: save inside of `with zeroshard.gather(model):`, where "
+            "state_dict() is whole, or with torch.distributed.checkpoint, which knows slices"
+        )
+
+
+class ModuleState:
+    """The state-dict hooks on all modules that hold sharded parameters.
+
+    Args:
+        parameters: where the parameters live.
+        transport: the wire, which `full_tensor()` of the slices needs.
+        is_pinned: whether `zeroshard.gather` keeps a place whole.
+        may_copy: see `ModuleHooks`.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        transport: Transport,
+        is_pinned: Callable[[Place], bool],
+        may_copy: Callable[[int], bool],
+    ) -> None:
+        self.parameters, self.transport = parameters, transport
+        self.is_pinned, self.may_copy = is_pinned, may_copy
+        self.handles: list[Any] = []
+
+    def attach(self, module: nn.Module, unit: int) -> None:
+        """Hook one module, whose parameters are in a unit."""
+        self.handles += [
+            module.register_state_dict_post_hook(_Hook(self._show, self.may_copy, unit)),
+            module.register_load_state_dict_pre_hook(_Hook(self._load, self.may_copy, unit)),
+            module.register_load_state_dict_post_hook(_Hook(self._loaded, self.may_copy, unit)),
+        ]
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def _places(self, module: nn.Module) -> list[tuple[str, Place]]:
+        """The module's own sharded parameters, by attribute."""
+        known = self.parameters.places
+        places = [(n, known[p]) for n, p in module._parameters.items() if p in known]
+        return [(name, place) for name, place in places if place.arena.shard is not None]
+
+    def _show(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        """Put slices in the place of placeholders."""
+        for name, place in self._places(module):
+            key = prefix + name
+            if self.is_pinned(place) or state_dict.get(key) is place.parameter:
+                continue  # whole; or asked for with keep_vars=True, as the object that it is
+            self.parameters.settle([place])
+            if key in state_dict:
+                local = self.parameters.shard_of(place)
+                state_dict[key] = ParameterShard(local, place.slices, self.transport)
+
+    @torch.no_grad()
+    def _load(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any, **__: Any
+    ) -> None:
+        """Keep this rank's slices, and leave torch a copy of each parameter onto itself to do."""
+        for name, place in self._places(module):
+            value = state_dict.get(prefix + name)
+            if not isinstance(value, torch.Tensor) or value.shape != place.parameter.shape:
+                continue  # torch reports what is missing or misshapen
+            self.parameters.settle([place])
+            if isinstance(value, ShardTensor):
+                if not value.slices.same_as(place.slices):
+                    raise ConfigError(
+                        f"{prefix}{name} was saved as slices for {len(value.slices.by_rank)} ranks "
+                        "or another bucket size, which do not fit this model: load a whole state "
+                        "dict, or with torch.distributed.checkpoint"
+                    )
+                local = value.to_local()
+            else:
+                flat = place.slices.flatten(value.detach().to(place.view.dtype))
+                local = place.slices.cut(flat, self.parameters.rank)
+            self.parameters.shard_of(place).copy_(local)
+            if place.arena.is_whole:
+                if isinstance(value, ShardTensor):
+                    raise ConfigError(
+                        f"{prefix}{name} is given as slices while the module is gathered: load "
+                        "outside of zeroshard.gather(), before forward or after step()"
+                    )
+                place.view.copy_(value)
+            state_dict[prefix + name] = place.parameter
+
+    def _loaded(self, module: nn.Module, _: Any) -> None:
+        """Note which parameters torch has copied onto themselves."""
+        for _, place in self._places(module):
+            if place.parameter._version != place.version:
+                self.parameters.note_written(place)
+
+
+class _Hook(OwnHook):
+    def __init__(
+        self, function: Callable[..., None], may_copy: Callable[[int], bool], unit: int
+    ) -> None:
+        super().__init__(may_copy, unit)
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.function(*args, **kwargs)

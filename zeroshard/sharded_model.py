@@ -1,0 +1,136 @@
+"""What stage 3 makes of a module: units, arenas that can be freed, frozen parameters, hooks.
+
+Below stage 3 there are no units, and every arena stays whole.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from .config import Options
+from .construction import fill_arena
+from .errors import ConfigError
+from .formats import FROZEN
+from .layout import KEPT_WHOLE, ArenaPlan, Layout, plan_layout
+from .module_state import ModuleState
+from .modules import ModuleHooks
+from .parameters import Parameters, Place, describe_parameter
+from .schedule import Event
+from .sharding import Sharding
+from .storage import Arena
+from .transport import Transport
+from .units import UnitPlan, plan_units
+
+__all__ = ["ShardedModel"]
+
+
+class ShardedModel:
+    """The module of one optimizer, as far as its parameters are sharded.
+
+    Args:
+        options: the user's choices.
+        transport: the wire.
+        parameters: all that live in arenas.
+        shards: whether arenas are freed at all.
+        raise_event: called at the boundaries of units.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        transport: Transport,
+        parameters: Parameters,
+        shards: bool,
+        raise_event: Callable[[Event, int], None],
+    ) -> None:
+        self.options, self.transport, self.parameters = options, transport, parameters
+        self.shards = shards
+        self.plan: UnitPlan | None = None
+        self.is_complete = False
+        self.sharding = Sharding(parameters, transport)
+        self.hooks = ModuleHooks(raise_event, self.sharding.is_pinned)
+        self.state = ModuleState(parameters, transport, self._is_pinned, self.sharding.is_pinned)
+        self.frozen_layout = plan_layout(
+            (), world_size=transport.world_size, bucket_nbytes=options.bucket_nbytes
+        )
+
+    def use_units(self, model: nn.Module) -> None:
+        """Find the units, before any parameter is attached."""
+        self.plan = plan_units(model, self.options.units)
+        self.sharding.add_units(self.plan.modules)
+
+    def unit_of(self, name: str, parameter: nn.Parameter) -> str:
+        """The unit that a parameter belongs to.
+
+        Raises:
+            ConfigError: it is in no module.
+        """
+        if self.plan is None:
+            return ""
+        if parameter not in self.plan.unit_of:
+            raise ConfigError(
+                f"stage 3 gathers parameters at the boundaries of modules, and {name!r} is in none "
+                "of the model's: pass the module that holds every parameter, complete, as model="
+            )
+        return KEPT_WHOLE if parameter.numel() == 1 else self.plan.unit_of[parameter]
+
+    def new_arena(self, plan: ArenaPlan) -> Arena:
+        """Memory for an arena, which keeps a shard if it is freed at times."""
+        sharded = self.shards and plan.unit != KEPT_WHOLE
+        return Arena(plan, self.transport.world_size, self.transport.rank, sharded=sharded)
+
+    def attach(
+        self,
+        arena: Arena,
+        layout: Layout,
+        by_slot: Mapping[int, nn.Parameter],
+        *,
+        is_frozen: bool,
+    ) -> None:
+        """Point parameters at an arena that holds their values, whole until `complete`."""
+        places = self.parameters.attach(arena, layout, by_slot)
+        if arena.shard is not None:
+            self.sharding.adopt(arena, places, is_frozen=is_frozen)
+
+    def shard_frozen(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Shard parameters that are not trained: they have neither gradients nor state."""
+        specs = [
+            describe_parameter(name, parameter, parameter.dtype, self.unit_of(name, parameter))
+            for name, parameter in named
+        ]
+        self.frozen_layout = self.frozen_layout.extend(specs)
+        by_slot = {index: parameter for index, (_, parameter) in enumerate(named)}
+        for plan in self.frozen_layout.arenas:
+            arena = self.new_arena(plan)
+            fill_arena(arena, FROZEN, by_slot, self.transport, self.options)
+            self.attach(arena, self.frozen_layout, by_slot, is_frozen=True)
+        self.parameters.find_owners()
+
+    def complete(self) -> None:
+        """Hook the modules and free every unit: the end of construction."""
+        if self.plan is None:
+            return
+        index = {name: number for number, name in enumerate(self.plan.modules)}
+        for name, module in self.plan.modules.items():
+            self.hooks.attach(module, index[name])
+        for module, name in self.plan.owners:
+            if any(self._is_sharded(parameter) for parameter in module._parameters.values()):
+                self.state.attach(module, index[name])
+                if module is not self.plan.modules[name]:
+                    self.hooks.attach(module, index[name])
+        self.is_complete = True
+        self.sharding.reshard_all()
+
+    def detach(self) -> None:
+        """Remove every hook and make every parameter whole for good; all ranks have to call it."""
+        self.hooks.detach()
+        self.state.detach()
+        self.sharding.unshard_all()
+
+    def _is_sharded(self, parameter: nn.Parameter | None) -> bool:
+        place = None if parameter is None else self.parameters.places.get(parameter)
+        return place is not None and place.arena.shard is not None
+
+    def _is_pinned(self, place: Place) -> bool:
+        units = self.sharding.units_of({place.parameter})
+        return all(self.sharding.is_pinned(unit.index) for unit in units)

@@ -1,0 +1,261 @@
+"""Which units are whole: gather them before they are needed, free them after. Decides no order.
+
+The schedule says at which event what happens; this module keeps count of what is whole, under way,
+idle, or pinned by `zeroshard.gather`.
+"""
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import nn
+
+from .layout import Bucket
+from .parameters import Parameters, Place
+from .storage import Arena
+from .transport import Op, Pending, Transport
+from .units import ROOT
+
+__all__ = ["Sharding", "Unit"]
+
+TRAINED, FROZEN = 1, 2
+"""The channels of gathers: trained and frozen arenas are of two layouts, each counting from 0."""
+
+
+class Unit:
+    """What is gathered and freed together.
+
+    Attributes:
+        is_whole: whether all its parameters can be read.
+        pending: gathers under way.
+        pins: how many `zeroshard.gather` contexts hold it.
+        gathers: how often it was gathered.
+    """
+
+    def __init__(self, index: int, name: str) -> None:
+        self.index, self.name = index, name
+        self.arenas: list[tuple[Arena, int]] = []  # with its channel
+        self.places: list[Place] = []
+        self.pending: list[Pending] = []
+        self.is_whole = True
+        self.pins = 0
+        self.gathers = 0
+
+    def drop(self, places: Iterable[Place]) -> None:
+        """Forget `places`, and arenas in which nothing is left."""
+        gone = set(places)
+        self.places = [place for place in self.places if place not in gone]
+        left = {place.arena for place in self.places}
+        self.arenas = [entry for entry in self.arenas if entry[0] in left]
+
+
+class Order:
+    """Foretells which unit comes next: the one that did so after the same two before.
+
+    Another order than the last time is a miss, which costs a gather, and never an error.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[object, object], tuple[int, bool]] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Nothing leads from what came before to what comes now."""
+        self._recent: tuple[object, object] = (None, None)
+
+    def enter(self, unit: int, in_backward: bool) -> None:
+        """A unit is needed now."""
+        now = (unit, in_backward)
+        if self._recent[1] != now:
+            self._next[self._recent] = now
+            self._recent = (self._recent[1], now)
+
+    def foretell(self) -> int | None:
+        """The unit that comes next, if that is known."""
+        following = self._next.get(self._recent)
+        return None if following is None else following[0]
+
+
+class Sharding:
+    """The units of one optimizer.
+
+    Args:
+        parameters: whose data is shown and hidden.
+        transport: the wire.
+    """
+
+    def __init__(self, parameters: Parameters, transport: Transport) -> None:
+        self.parameters, self.transport = parameters, transport
+        self.units: list[Unit] = []
+        self.order = Order()
+        self._idle: Unit | None = None  # not needed any more, whole until another one is
+        self._ahead: Unit | None = None  # gathered before it was needed
+
+    def add_units(self, names: Iterable[str]) -> None:
+        """Units, the root first, without arenas yet."""
+        self.units += [Unit(index, name) for index, name in enumerate(names)]
+
+    def adopt(self, arena: Arena, places: Iterable[Place], *, is_frozen: bool) -> None:
+        """Take over an arena, which is whole, and what lives in it."""
+        (unit,) = (unit for unit in self.units if unit.name == arena.plan.unit)
+        self.unshard(unit)
+        unit.arenas.append((arena, FROZEN if is_frozen else TRAINED))
+        unit.places += places
+
+    def thaw(self, parameters: Collection[nn.Parameter]) -> None:
+        """Give frozen parameters plain memory of their own, as before they were sharded."""
+        wanted = set(parameters)
+        for unit in self.units_of(wanted):
+            self.unshard(unit)
+            gone = [place for place in unit.places if place.parameter in wanted]
+            self.parameters.release(place.parameter for place in gone)
+            unit.drop(gone)
+        self.parameters.release(wanted.intersection(self.parameters.places))
+
+    # --- at the boundaries of modules
+
+    def enter(self, index: int) -> None:
+        """A unit is needed: make it whole, and free what another one left."""
+        unit = self.units[index]
+        in_backward = torch._C._current_graph_task_id() != -1
+        self.order.enter(index, in_backward)
+        if not unit.is_whole:
+            self._make_room(unit)
+        elif self._idle is unit:
+            self._idle = None
+        self.unshard(unit)
+        for arena, _ in unit.arenas if in_backward else ():
+            arena.is_reached = True
+
+    def _make_room(self, unit: Unit) -> None:
+        for other in (self._idle, self._ahead):
+            if other is not None and other is not unit:
+                self.reshard(other)
+        self._idle = self._ahead = None
+
+    def prefetch(self) -> None:
+        """Start to gather the unit that is likely to be needed next."""
+        index = self.order.foretell()
+        if index is None or self.units[index].is_whole or self._ahead is not None:
+            return
+        self._ahead = self.units[index]
+        self._launch(self._ahead)
+
+    def leave(self, index: int) -> None:
+        """A unit is not needed for now: it is freed once another one is needed.
+
+        The root unit stays: its parameters are used before, between and after all others.
+        """
+        unit = self.units[index]
+        if unit.name == ROOT:
+            return
+        if self._idle is not None and self._idle is not unit:
+            self.reshard(self._idle)
+        self._idle = unit
+
+    # --- whole or not
+
+    def _launch(self, unit: Unit) -> None:
+        """Start to gather a unit straight into the storage of its parameters."""
+        if unit.is_whole or unit.pending:
+            return
+        self.parameters.settle(unit.places)
+        try:
+            for arena, _ in unit.arenas:
+                arena.allocate_whole()
+        except BaseException:
+            self._free(unit)
+            raise
+        unit.gathers += 1
+        for arena, channel in unit.arenas:
+            for bucket in arena.plan.buckets:
+                unit.pending.append(self._gather(unit, arena, bucket, channel))
+
+    def _gather(self, unit: Unit, arena: Arena, bucket: Bucket, channel: int) -> Pending:
+        op = Op(
+            "gather",
+            bucket=bucket.index,
+            round=unit.gathers,
+            unit=unit.name or "(root)",
+            channel=channel,
+        )
+        shard = arena.parameter_shard(bucket.index)
+        return self.transport.gather(arena.bucket(bucket.index), shard, op=op)
+
+    def unshard(self, unit: Unit) -> None:
+        """Make a unit whole, and wait until it is."""
+        if unit.is_whole:
+            return
+        with torch.profiler.record_function("zeroshard::unshard"):
+            self._launch(unit)
+            self._drain(unit)
+            for arena, _ in unit.arenas:
+                arena.is_whole = True
+            for place in unit.places:
+                place.show()
+            unit.is_whole = True
+
+    def _drain(self, unit: Unit) -> None:
+        while unit.pending:
+            unit.pending[0].wait()
+            unit.pending.pop(0)
+
+    def reshard(self, unit: Unit) -> None:
+        """Free a unit that nobody pinned, after taking over what was written to it."""
+        if unit.pins or not unit.places:
+            return
+        self._drain(unit)
+        if unit.is_whole:
+            self.parameters.settle(unit.places)
+            self._free(unit)
+
+    def _free(self, unit: Unit) -> None:
+        unit.is_whole = False
+        for place in unit.places:
+            place.hide()
+        for arena, _ in unit.arenas:
+            arena.free_whole()
+
+    def reshard_all(self) -> None:
+        """Free every unit that nobody pinned; nothing that comes next follows from what was."""
+        self._idle = self._ahead = None
+        self.order.restart()
+        for unit in self.units:
+            self.reshard(unit)
+            for arena, _ in unit.arenas:
+                arena.is_reached = False
+
+    def unshard_all(self) -> None:
+        """Make every unit whole, for good: they are forgotten."""
+        for unit in self.units:
+            self.unshard(unit)
+            unit.drop(unit.places)
+        self.units.clear()
+
+    # --- zeroshard.gather
+
+    def units_of(self, parameters: Collection[nn.Parameter]) -> list[Unit]:
+        """The units that any of `parameters` lives in."""
+        wanted = set(parameters)
+        return [
+            unit for unit in self.units if any(place.parameter in wanted for place in unit.places)
+        ]
+
+    def is_pinned(self, index: int) -> bool:
+        """Whether a unit is kept whole, or has nothing that could be freed."""
+        unit = self.units[index]
+        return unit.pins > 0 or not unit.places
+
+    def pin(self, units: Iterable[Unit]) -> None:
+        """Make units whole and keep them so until they are unpinned as often."""
+        for unit in units:
+            self.unshard(unit)
+            unit.pins += 1
+
+    def unpin(self, units: Iterable[Unit], needed: Iterable[int]) -> None:
+        """Undo a `pin`; free what is neither pinned nor in `needed` (indices)."""
+        for unit in units:
+            unit.pins -= 1
+            if unit.pins == 0:
+                self.parameters.keep_changes(unit.places)
+                if unit.index not in needed:
+                    self.reshard(unit)

@@ -1,0 +1,143 @@
+"""Which modules are gathered and freed together: from a module to units. Changes nothing.
+
+A unit is a module whose parameters live and die together; parameters outside of all units, and
+those that several units use, belong to the root unit.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from .errors import ConfigError
+
+__all__ = ["ROOT", "UnitPlan", "plan_units"]
+
+ROOT = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPlan:
+    """The units of a model.
+
+    Attributes:
+        modules: name of the unit -> its module; the root unit, "", comes first.
+        unit_of: parameter -> name of the innermost unit that contains all its users.
+        owners: (module, name of its unit) for every module that holds a parameter itself.
+    """
+
+    modules: dict[str, nn.Module]
+    unit_of: dict[nn.Parameter, str] = field(default_factory=dict)
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+def plan_units(model: nn.Module, choice: Sequence[type[nn.Module] | str] | None) -> UnitPlan:
+    """Find the units of a model.
+
+    Args:
+        model: the root unit.
+        choice: module classes, class names or names of modules. None: elements of every outermost
+            ModuleList of two or more modules of one class (and modules that the model lists in
+            `_no_split_modules`, as transformers' models do); the embeddings and the untied output
+            head outside of these.
+
+    Raises:
+        ConfigError: an entry of `choice` that names nothing.
+    """
+    found = _discover(model) if choice is None else _chosen(model, choice)
+    found = {
+        name: module
+        for name, module in found.items()
+        if next(module.parameters(), None) is not None
+    }
+    plan = UnitPlan(modules={ROOT: model, **found})
+    names = {module: name for name, module in plan.modules.items()}
+    chains: dict[nn.Parameter, tuple[str, ...]] = {}
+    seen_owners = set()
+    for module, chain in _walk(model, (ROOT,), names):
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        for parameter in own:
+            chains[parameter] = _common(chains.get(parameter, chain), chain)
+        if own and (module, chain[-1]) not in seen_owners:
+            seen_owners.add((module, chain[-1]))
+            plan.owners.append((module, chain[-1]))
+    plan.unit_of.update((parameter, chain[-1]) for parameter, chain in chains.items())
+    return plan
+
+
+def _walk(
+    module: nn.Module, chain: tuple[str, ...], names: dict[nn.Module, str]
+) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+    """Every module with the units it lies in, once for each chain of units that leads to it."""
+    seen = set()
+    waiting = [(module, chain)]
+    while waiting:
+        module, chain = waiting.pop()
+        if (module, chain) in seen:
+            continue
+        seen.add((module, chain))
+        yield module, chain
+        for child in module._modules.values():
+            if child is not None:
+                unit = names.get(child)
+                waiting.append((child, chain if unit is None else (*chain, unit)))
+
+
+def _common(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
+    """The units that both chains go through, from the root on."""
+    shared = [a for a, b in zip(first, second, strict=False) if a == b]
+    return tuple(shared)
+
+
+def _chosen(model: nn.Module, choice: Sequence[type[nn.Module] | str]) -> dict[str, nn.Module]:
+    modules = dict(model.named_modules())
+    found: set[nn.Module] = set()
+    for wanted in choice:
+        if isinstance(wanted, str):
+            matching = [m for n, m in modules.items() if wanted in (n, type(m).__name__)]
+        else:
+            matching = [m for m in modules.values() if isinstance(m, wanted)]
+        if not matching:
+            raise ConfigError(
+                f"units: {wanted!r} is neither the class nor the name of a module of "
+                f"{type(model).__name__}, whose modules are {', '.join(list(modules)[1:8])} ..."
+            )
+        found.update(matching)
+    return {name: module for name, module in modules.items() if module in found and name}
+
+
+def _discover(model: nn.Module) -> dict[str, nn.Module]:
+    """The units of a model of which nobody said any."""
+    unsplit = {name for m in model.modules() for name in getattr(m, "_no_split_modules", ()) or ()}
+    found: dict[str, nn.Module] = {}
+    outside: dict[str, nn.Module] = {}
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        repeats = isinstance(module, nn.ModuleList) and _repeats(list(module.children()))
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            if repeats or type(child).__name__ in unsplit:
+                found[path] = child
+            else:
+                outside[path] = child
+                visit(child, f"{path}.")
+
+    visit(model, "")
+    users: dict[Tensor, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users[parameter] = users.get(parameter, 0) + 1
+    rows = {m.num_embeddings for m in outside.values() if isinstance(m, nn.Embedding)}
+    for path, module in outside.items():
+        if isinstance(module, nn.Linear) and module.out_features not in rows:
+            continue
+        if isinstance(module, (nn.Embedding, nn.Linear)) and users[module.weight] == 1:
+            found[path] = module
+    return {path: module for path, module in model.named_modules() if path in found}
+
+
+def _repeats(modules: Sequence[nn.Module]) -> bool:
+    """Whether two or more of the modules are of one class."""
+    classes = [type(module) for module in modules]
+    return len(classes) > len(set(classes))
