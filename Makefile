@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test check types lint format pytest install clean
 
-demo: install  ## train a small language model under stages 0, 1 and 2 on two ranks and compare
+demo: install  ## train a small language model under stages 0 to 3 on two ranks and compare
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) examples/finetune.py --compare --out runs/demo
 
 test: check pytest  ## lint, types and all tests

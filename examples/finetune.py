@@ -58,8 +58,9 @@ def assemble(model: nn.Module, stage: int, options: Options, world: World) -> Tr
     """The one place that knows which optimizer is used."""
     groups = parameter_groups(model)
     if stage > 0:
+        mesh = world.mesh(options.mesh)
         optimizer = zeroshard.AdamW(
-            groups, lr=options.lr, betas=(0.9, 0.95), model=model, stage=stage
+            groups, lr=options.lr, betas=(0.9, 0.95), model=model, stage=stage, mesh=mesh
         )
         return Trainee(
             model=model,
@@ -227,7 +228,9 @@ def main() -> int:
                 break
         if world.rank == 0:
             report.conclude(runs, options)
-            if run.is_finished and options.sample:
+        # Only the first rank writes text, so the others bring it every parameter first.
+        with zeroshard.gather(model) if run.stage > 0 else nullcontext():
+            if world.rank == 0 and run.is_finished and options.sample:
                 interrupt.release()
                 print(f"\n{sample(model, tokenizer, options)}")
     return 0 if run.is_finished else 130

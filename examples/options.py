@@ -1,5 +1,6 @@
 """The command line of finetune.py as one frozen object, checked before any rank waits."""
 
+import os
 from argparse import ArgumentParser
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ class Options:
     validate: int  # held-out windows, over all ranks
     sample: int  # tokens generated at the end
     prompt: str
+    mesh: tuple[int, int] | None = None  # replicas x shards
     corpus: tuple[Path, ...] = ()
     model: Path | None = None
     out: Path | None = None
@@ -38,14 +40,15 @@ class Options:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        return (0, 1, 2) if self.compare else (self.stage,)
+        return (0, 1, 2, 3) if self.compare else (self.stage,)
 
 
 def parse_options(arguments: list[str] | None = None) -> Options:
     parser = ArgumentParser(description="Train a small language model; compare ZeRO stages.")
     add = parser.add_argument
-    add("--stage", type=int, choices=(0, 1, 2), default=2, help="0: DDP + torch.optim.AdamW")
-    add("--compare", action="store_true", help="stages 0, 1 and 2 in turn from the same seed")
+    add("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="0: DDP + torch.optim.AdamW")
+    add("--compare", action="store_true", help="stages 0 to 3 in turn from the same seed")
+    add("--mesh", type=mesh_of, metavar="RxS", help="R replicas, each sharded over S ranks")
     add("--steps", type=int, help=default_of("steps"))
     add("--batch", type=int, help=f"windows per rank and micro-batch {default_of('batch')}")
     add("--seq", type=int, help=f"tokens per window {default_of('seq')}")
@@ -70,6 +73,12 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     return options
 
 
+def mesh_of(text: str) -> tuple[int, int]:
+    """2x4 -> (2, 4): replicas and shards."""
+    replicas, shards = text.split("x")
+    return int(replicas), int(shards)
+
+
 def default_of(name: str) -> str:
     return f"(default {SMALL[name]}, with --model {PRETRAINED[name]})"
 
@@ -81,6 +90,10 @@ def problem_of(options: Options) -> str | None:
             return f"--{name} must be at least 1, got {getattr(options, name)}"
     if options.sample < 0 or not options.prompt:
         return "--sample must not be negative, and --prompt not empty"
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if options.mesh is not None and options.mesh[0] * options.mesh[1] != world_size:
+        replicas, shards = options.mesh
+        return f"--mesh {replicas}x{shards} is for {replicas * shards} ranks, got {world_size}"
     if options.width % 64:
         return f"--width must be a multiple of 64, got {options.width}"
     for path in options.corpus:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,12 @@ class World:
     rank: int
     size: int
     device: torch.device
+
+    def mesh(self, shape: tuple[int, int] | None) -> DeviceMesh | None:
+        """Replicas x shards; None shards over all ranks."""
+        if shape is None or self.size == 1:
+            return None
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def mean(self, *values: Tensor | float) -> list[float]:
         """The values averaged over the ranks, on every rank."""

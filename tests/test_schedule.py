@@ -1,12 +1,15 @@
 """The stages as tables: what each of them does, and what tells them apart."""
 
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
-from zeroshard.config import Options
+from zeroshard.config import STAGES, Options
 from zeroshard.schedule import Action, Event, compile_schedule, describe
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -78,3 +81,9 @@ def test_the_table_prints():
     ).stdout
     assert describe(Options(stage=1)) in printed
     assert "GRAD_READY(bucket)     reduce, drain" in printed
+
+
+def test_the_documented_tables_are_the_printed_ones():
+    pages = "".join((DOCS / name).read_text() for name in ("stages.md", "stage3.md"))
+    for stage in STAGES:
+        assert describe(Options(stage=stage)) in pages

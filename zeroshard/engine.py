@@ -200,8 +200,7 @@ class Engine:
         self.sharding.reshard(self.sharding.units[unit])
 
     def _reshard_all(self, _: int) -> None:
-        self.modules.forget()
-        self.sharding.reshard_all()
+        self.sharding.reshard_all(self.modules.backward_ended())
 
     def _reduce(self, bucket: int) -> None:
         with torch.profiler.record_function("zeroshard::reduce"):
@@ -376,7 +375,8 @@ class Engine:
         self.gradients.abandon()
         self.gradients.drop_set_aside()
         if self.modules.is_inside and torch._C._current_graph_task_id() == -1:
-            self._reshard_all(-1)
+            self.modules.forget()
+            self.sharding.reshard_all()
 
     def close(self) -> None:
         """Remove every hook and give back plain, whole parameters; every rank has to call it."""

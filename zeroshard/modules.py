@@ -88,10 +88,12 @@ class ModuleHooks:
     ) -> None:
         self.raise_event, self.may_copy = raise_event, may_copy
         self.handles: list[Any] = []
+        self.lookups: set[int] = set()  # units whose backward needs none of their parameters
         self._inside: dict[int, tuple[nn.Module, Any]] = {}  # unit -> who began it, error then
         self._in_backward: dict[int, set[int]] = {}  # unit -> its uses that backward is inside of
         self._outermost: nn.Module | None = None
         self._uses = 0
+        self.graph_is_kept = False  # by the backward under way
 
     def attach(self, module: nn.Module, unit: int) -> None:
         """Watch one module of a unit."""
@@ -109,10 +111,23 @@ class ModuleHooks:
         self.forget()
 
     def forget(self) -> None:
-        """Nobody is inside of anything: after a backward, or after an error."""
+        """Nobody is inside of anything: an error ended what was under way."""
         self._inside.clear()
         self._in_backward.clear()
         self._outermost = None
+        self.graph_is_kept = False
+
+    def backward_ended(self) -> set[int]:
+        """The outermost backward is over; the units that are needed all the same.
+
+        These are units that a forward is inside of, and all that a backward with
+        create_graph=True went through: the graph that it made reads their parameters.
+        """
+        kept = set(self._inside)
+        if self.graph_is_kept:
+            kept.update(self._in_backward)
+        self._in_backward.clear()
+        return kept
 
     @property
     def is_inside(self) -> bool:
@@ -165,12 +180,13 @@ class ModuleHooks:
         """Notice when backward reaches one of `tensors`; whether it can."""
         use = self._uses
         watched = [t for t in tensors if t.requires_grad]
-        for tensor in watched:
+        for tensor in watched if unit not in self.lookups else ():
             if tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._enter_backward, unit, use))
         return bool(watched)
 
     def _enter_backward(self, unit: int, use: int, grad: Tensor) -> None:
+        self.graph_is_kept = torch.is_grad_enabled()
         uses = self._in_backward.setdefault(unit, set())
         if use not in uses:
             uses.add(use)
@@ -199,7 +215,7 @@ class ModuleHooks:
 
     def _leave_backward(self, unit: int, use: int) -> None:
         uses = self._in_backward.get(unit)
-        if uses is None:
+        if uses is None or self.graph_is_kept:
             return
         uses.discard(use)
         if not uses:

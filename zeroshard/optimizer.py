@@ -164,6 +164,11 @@ class AdamW(torch.optim.Optimizer):
             if engine.shards_parameters and model is not None:
                 engine.sharded.use_units(model)
             engine.add(named, {**description, **describe_others(others)})
+            if transport.distributed:
+                guard = DDPGuard(engine.slot_of, refuse=engine.shards_parameters)
+                engine.gradients.ddp_owns_gradients = guard
+                if engine.shards_parameters:
+                    guard()
             if engine.shards_parameters and model is not None:
                 engine.sharded.shard_frozen(frozen_parameters(model, set(trainable)))
             if options.sync_init:
@@ -173,8 +178,6 @@ class AdamW(torch.optim.Optimizer):
             engine.close()
             raise
         self._engine = engine
-        if transport.distributed:
-            engine.gradients.ddp_owns_gradients = DDPGuard(engine.slot_of)
         self._show_state(trainable)
 
     def _engine_closed(self, engine: Engine) -> None:

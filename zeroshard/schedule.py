@@ -97,7 +97,8 @@ def describe(options: Options) -> str:
     schedule = compile_schedule(options)
     rows = [f"stage {options.stage}"]
     for event, actions in schedule.table.items():
-        rows.append(f"  {event.value:22} {', '.join(action.value for action in actions) or '-'}")
+        if actions:
+            rows.append(f"  {event.value:22} {', '.join(action.value for action in actions)}")
     return "\n".join(rows)
 
 

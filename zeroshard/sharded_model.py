@@ -14,7 +14,7 @@ from .formats import FROZEN
 from .layout import KEPT_WHOLE, ArenaPlan, Layout, plan_layout
 from .module_state import ModuleState
 from .modules import ModuleHooks
-from .parameters import Parameters, Place, describe_parameter
+from .parameters import Parameters, describe_parameter
 from .schedule import Event
 from .sharding import Sharding
 from .storage import Arena
@@ -49,7 +49,9 @@ class ShardedModel:
         self.is_complete = False
         self.sharding = Sharding(parameters, transport)
         self.hooks = ModuleHooks(raise_event, self.sharding.is_pinned)
-        self.state = ModuleState(parameters, transport, self._is_pinned, self.sharding.is_pinned)
+        self.state = ModuleState(
+            parameters, transport, self.sharding.holds, self.sharding.is_pinned
+        )
         self.frozen_layout = plan_layout(
             (), world_size=transport.world_size, bucket_nbytes=options.bucket_nbytes
         )
@@ -57,7 +59,7 @@ class ShardedModel:
     def use_units(self, model: nn.Module) -> None:
         """Find the units, before any parameter is attached."""
         self.plan = plan_units(model, self.options.units)
-        self.sharding.add_units(self.plan.modules)
+        self.sharding.add_units(self.plan.modules, self.plan.lookups)
 
     def unit_of(self, name: str, parameter: nn.Parameter) -> str:
         """The unit that a parameter belongs to.
@@ -111,6 +113,7 @@ class ShardedModel:
         if self.plan is None:
             return
         index = {name: number for number, name in enumerate(self.plan.modules)}
+        self.hooks.lookups = {index[name] for name in self.plan.lookups}
         for name, module in self.plan.modules.items():
             self.hooks.attach(module, index[name])
         for module, name in self.plan.owners:
@@ -130,7 +133,3 @@ class ShardedModel:
     def _is_sharded(self, parameter: nn.Parameter | None) -> bool:
         place = None if parameter is None else self.parameters.places.get(parameter)
         return place is not None and place.arena.shard is not None
-
-    def _is_pinned(self, place: Place) -> bool:
-        units = self.sharding.units_of({place.parameter})
-        return all(self.sharding.is_pinned(unit.index) for unit in units)

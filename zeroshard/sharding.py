@@ -25,18 +25,21 @@ class Unit:
     """What is gathered and freed together.
 
     Attributes:
-        is_whole: whether all its parameters can be read.
+        is_allocated: whether there is memory for its whole parameters.
+        is_whole: whether all of them can be read.
+        is_lookup: whether its backward reads no parameter.
         pending: gathers under way.
         pins: how many `zeroshard.gather` contexts hold it.
         gathers: how often it was gathered.
     """
 
-    def __init__(self, index: int, name: str) -> None:
+    def __init__(self, index: int, name: str, *, is_lookup: bool) -> None:
         self.index, self.name = index, name
         self.arenas: list[tuple[Arena, int]] = []  # with its channel
         self.places: list[Place] = []
         self.pending: list[Pending] = []
-        self.is_whole = True
+        self.is_whole = self.is_allocated = True
+        self.is_lookup = is_lookup
         self.pins = 0
         self.gathers = 0
 
@@ -86,20 +89,26 @@ class Sharding:
     def __init__(self, parameters: Parameters, transport: Transport) -> None:
         self.parameters, self.transport = parameters, transport
         self.units: list[Unit] = []
+        self._unit_of: dict[Place, Unit] = {}
         self.order = Order()
         self._idle: Unit | None = None  # not needed any more, whole until another one is
         self._ahead: Unit | None = None  # gathered before it was needed
 
-    def add_units(self, names: Iterable[str]) -> None:
-        """Units, the root first, without arenas yet."""
-        self.units += [Unit(index, name) for index, name in enumerate(names)]
+    def add_units(self, names: Iterable[str], lookups: Collection[str]) -> None:
+        """Units, the root first, without arenas yet; backward reads nothing of `lookups`."""
+        self.units += [
+            Unit(index, name, is_lookup=name in lookups) for index, name in enumerate(names)
+        ]
 
     def adopt(self, arena: Arena, places: Iterable[Place], *, is_frozen: bool) -> None:
         """Take over an arena, which is whole, and what lives in it."""
         (unit,) = (unit for unit in self.units if unit.name == arena.plan.unit)
         self.unshard(unit)
+        arena.is_reached = unit.is_lookup
         unit.arenas.append((arena, FROZEN if is_frozen else TRAINED))
-        unit.places += places
+        for place in places:
+            unit.places.append(place)
+            self._unit_of[place] = unit
 
     def thaw(self, parameters: Collection[nn.Parameter]) -> None:
         """Give frozen parameters plain memory of their own, as before they were sharded."""
@@ -109,6 +118,8 @@ class Sharding:
             gone = [place for place in unit.places if place.parameter in wanted]
             self.parameters.release(place.parameter for place in gone)
             unit.drop(gone)
+            for place in gone:
+                del self._unit_of[place]
         self.parameters.release(wanted.intersection(self.parameters.places))
 
     # --- at the boundaries of modules
@@ -117,14 +128,15 @@ class Sharding:
         """A unit is needed: make it whole, and free what another one left."""
         unit = self.units[index]
         in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward:
+            for arena, _ in unit.arenas:
+                arena.is_reached = True
         self.order.enter(index, in_backward)
         if not unit.is_whole:
             self._make_room(unit)
         elif self._idle is unit:
             self._idle = None
         self.unshard(unit)
-        for arena, _ in unit.arenas if in_backward else ():
-            arena.is_reached = True
 
     def _make_room(self, unit: Unit) -> None:
         for other in (self._idle, self._ahead):
@@ -159,6 +171,7 @@ class Sharding:
         if unit.is_whole or unit.pending:
             return
         self.parameters.settle(unit.places)
+        unit.is_allocated = True
         try:
             for arena, _ in unit.arenas:
                 arena.allocate_whole()
@@ -206,23 +219,28 @@ class Sharding:
         self._drain(unit)
         if unit.is_whole:
             self.parameters.settle(unit.places)
+        if unit.is_allocated:
             self._free(unit)
 
     def _free(self, unit: Unit) -> None:
-        unit.is_whole = False
+        unit.is_whole = unit.is_allocated = False
         for place in unit.places:
             place.hide()
         for arena, _ in unit.arenas:
             arena.free_whole()
 
-    def reshard_all(self) -> None:
-        """Free every unit that nobody pinned; nothing that comes next follows from what was."""
+    def reshard_all(self, needed: Collection[int] = ()) -> None:
+        """Free every unit that is neither pinned nor in `needed` (indices).
+
+        What comes next does not follow from what came before.
+        """
         self._idle = self._ahead = None
         self.order.restart()
         for unit in self.units:
-            self.reshard(unit)
+            if unit.index not in needed:
+                self.reshard(unit)
             for arena, _ in unit.arenas:
-                arena.is_reached = False
+                arena.is_reached = unit.is_lookup
 
     def unshard_all(self) -> None:
         """Make every unit whole, for good: they are forgotten."""
@@ -230,20 +248,25 @@ class Sharding:
             self.unshard(unit)
             unit.drop(unit.places)
         self.units.clear()
+        self._unit_of.clear()
 
     # --- zeroshard.gather
 
     def units_of(self, parameters: Collection[nn.Parameter]) -> list[Unit]:
         """The units that any of `parameters` lives in."""
-        wanted = set(parameters)
-        return [
-            unit for unit in self.units if any(place.parameter in wanted for place in unit.places)
-        ]
+        known = self.parameters.places
+        places = (known[parameter] for parameter in set(parameters) if parameter in known)
+        found = {self._unit_of[place] for place in places if place in self._unit_of}
+        return sorted(found, key=lambda unit: unit.index)
 
     def is_pinned(self, index: int) -> bool:
         """Whether a unit is kept whole, or has nothing that could be freed."""
         unit = self.units[index]
         return unit.pins > 0 or not unit.places
+
+    def holds(self, place: Place) -> bool:
+        """Whether `zeroshard.gather` keeps a place's unit whole."""
+        return self._unit_of[place].pins > 0
 
     def pin(self, units: Iterable[Unit]) -> None:
         """Make units whole and keep them so until they are unpinned as often."""

@@ -22,11 +22,13 @@ class UnitPlan:
 
     Attributes:
         modules: name of the unit -> its module; the root unit, "", comes first.
+        lookups: units that are one embedding, whose backward reads indices and no weights.
         unit_of: parameter -> name of the innermost unit that contains all its users.
         owners: (module, name of its unit) for every module that holds a parameter itself.
     """
 
     modules: dict[str, nn.Module]
+    lookups: frozenset[str] = frozenset()
     unit_of: dict[nn.Parameter, str] = field(default_factory=dict)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
 
@@ -50,7 +52,8 @@ def plan_units(model: nn.Module, choice: Sequence[type[nn.Module] | str] | None)
         for name, module in found.items()
         if next(module.parameters(), None) is not None
     }
-    plan = UnitPlan(modules={ROOT: model, **found})
+    lookups = frozenset(name for name, module in found.items() if type(module) is nn.Embedding)
+    plan = UnitPlan(modules={ROOT: model, **found}, lookups=lookups)
     names = {module: name for name, module in plan.modules.items()}
     chains: dict[nn.Parameter, tuple[str, ...]] = {}
     seen_owners = set()

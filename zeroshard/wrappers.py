@@ -16,6 +16,8 @@ import torch.nn as nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from .errors import ConfigError
+
 __all__ = ["DDPGuard", "DDPWatch", "Owners", "owners_of", "unwrap"]
 
 Owners = dict[nn.Parameter, list[tuple["weakref.ref[nn.Module]", str]]]
@@ -70,11 +72,17 @@ class DDPWatch:
 
 
 class DDPGuard:
-    """Answers, cheaply and at every gradient, whether a live DDP averages them already."""
+    """Answers, cheaply and at every gradient, whether a live DDP averages them already.
 
-    def __init__(self, parameters: Collection[nn.Parameter]) -> None:
+    Args:
+        parameters: whose gradients.
+        refuse: raise ConfigError instead of answering yes.
+    """
+
+    def __init__(self, parameters: Collection[nn.Parameter], *, refuse: bool = False) -> None:
         self.watch = DDPWatch()
         self.parameters = parameters
+        self.refuse = refuse
         self.seen = -1
         self.answer = False
         self.warned = False
@@ -83,6 +91,13 @@ class DDPGuard:
         if self.watch.generation != self.seen:
             self.seen = self.watch.generation
             self.answer = self.watch.wraps(self.parameters)
+            if self.answer and self.refuse:
+                self.seen = -1
+                raise ConfigError(
+                    "the model is wrapped in DistributedDataParallel, which needs whole parameters "
+                    "and gradients: remove the wrapper, stage 3 shards and reduces by itself; or "
+                    "use stage=1"
+                )
             if self.answer and not self.warned:
                 self.warned = True
                 warnings.warn(
