@@ -1,4 +1,4 @@
-"""Host time of unshard + reshard of one unit: zeroshard's stage 3 beside FSDP2, nothing on the wire.
+"""Host time of unshard + reshard of one unit, stage 3 beside FSDP2, with nothing on the wire.
 
     python benchmarks/host_time.py [--parameters 12] [--world-size 8] [--rounds 30]
 

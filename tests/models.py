@@ -3,8 +3,10 @@
 Two kinds of model, for two kinds of oracle. `Letters` is a realistic network: at two ranks its
 training is compared bit for bit with DDP. `LinearForm` has gradients that are given integers, so
 every order of summation gives the same bits and any number of ranks can be compared bit for bit
-with one plain AdamW on the averaged gradient.
+with one plain AdamW on the averaged gradient. `SplitForm` is the same with units for stage 3.
 """
+
+import contextlib
 
 import torch
 import torch.distributed as dist
@@ -115,6 +117,63 @@ class LinearForm(nn.Module):
         return torch.stack(terms).sum()
 
 
+class Part(LinearForm):
+    """Adds its terms to what it is given, so that every rank's backward goes through it."""
+
+    def forward(self, x, coefficients):
+        terms = [(getattr(self, name).float() * c).sum() for name, c in coefficients.items()]
+        return torch.stack([x, *terms]).sum()
+
+
+class SplitForm(nn.Module):
+    """The parameters of a `LinearForm` by twos in parts, which are units, the last two in the root.
+
+    Every parameter has the values it has in a `LinearForm` and can be read as an attribute of this
+    module too; its name begins with that of its part.
+    """
+
+    def __init__(self, shapes, dtype=torch.float32, seed=0):
+        super().__init__()
+        values = dict(LinearForm(shapes, dtype, seed).named_parameters())
+        names = list(shapes)
+        pairs = [names[at : at + 2] for at in range(0, len(names) - 2, 2)]
+        self.parts = nn.ModuleList(Part({}) for _ in pairs)
+        for part, pair in zip(self.parts, pairs, strict=True):
+            for name in pair:
+                setattr(part, name, values.pop(name))
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            for part in super().__getattr__("parts"):
+                if name in part._parameters:
+                    return part._parameters[name]
+            raise
+
+    def forward(self, coefficients):
+        x = torch.zeros((), requires_grad=True)
+        for index, part in enumerate(self.parts):
+            prefix = f"parts.{index}."
+            own = {n[len(prefix) :]: c for n, c in coefficients.items() if n.startswith(prefix)}
+            x = part(x, own)
+        rest = {name: c for name, c in coefficients.items() if "." not in name}
+        terms = [(getattr(self, name).float() * c).sum() for name, c in rest.items()]
+        return torch.stack([x, *terms]).sum()
+
+
+def attribute(name):
+    """The name of a parameter without that of its module."""
+    return name.rpartition(".")[2]
+
+
+def name_of(model, name):
+    """The full name of the parameter that is called `name` in its module."""
+    return next(full for full, _ in model.named_parameters() if attribute(full) == name)
+
+
 # Empty, 0-dim, single, fewer elements than ranks, one block of 256 exactly, several and a bit.
 SHAPES = {
     "matrix": (37, 29),
@@ -129,7 +188,7 @@ SHAPES = {
 
 
 def coefficients(model, rank, world_size, draw=0, names=None):
-    """Integer gradients of one backward on one rank, none of them zero.
+    """Integer gradients of one backward on one rank, none of them zero; `names` are attributes.
 
     They are multiples of `world_size`, below 256 in magnitude: their sum and average over ranks
     are exact in every order, and with a few draws in 16 bits too.
@@ -139,7 +198,7 @@ def coefficients(model, rank, world_size, draw=0, names=None):
     for name, parameter in model.named_parameters():
         size = torch.randint(1, 5, parameter.shape, generator=generator)
         sign = 2 * torch.randint(0, 2, parameter.shape, generator=generator) - 1
-        if names is None or name in names:
+        if names is None or attribute(name) in names:
             result[name] = (world_size * size * sign).float()
     return result
 
@@ -162,8 +221,29 @@ def plain_step(model, optimizer, gradients):
     optimizer.zero_grad()
 
 
+def is_sharded(parameter):
+    """Whether all its elements are one, as of a parameter that stage 3 holds elsewhere."""
+    return parameter.numel() > 1 and not any(parameter.stride())
+
+
+def gathered(model):
+    """A context in which parameters are whole; it does nothing where they are anyway."""
+    if any(is_sharded(p) for p in model.parameters()):
+        return zeroshard.gather(model)
+    return contextlib.nullcontext()
+
+
 def weights(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    """Copies of the full parameters. Communicates under stage 3."""
+    with gathered(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def writing(model):
+    """A context in which a write to a parameter is allowed and takes effect, in every stage."""
+    if any(is_sharded(p) for p in model.parameters()):
+        return zeroshard.gather(model, writeback=True)
+    return contextlib.nullcontext()
 
 
 def full_gradients(model):
@@ -221,14 +301,17 @@ class Twin:
     """A `LinearForm` under zeroshard beside its copy under torch's fused AdamW on one process.
 
     The copy is given the exact average of all ranks' gradients, so both must hold the same bits at
-    every world size.
+    every world size. Under stage 3 both are of the form that has units, and the module is given.
     """
 
     def __init__(self, rank, world_size, *, shapes=None, groups=None, settings=None, **ours):
         shapes = SHAPES if shapes is None else shapes
         settings = {"lr": 1e-2, "weight_decay": 0.1, **(settings or {})}
         self.rank, self.world_size = rank, world_size
-        self.model, self.plain_model = LinearForm(shapes), LinearForm(shapes)
+        form = SplitForm if ours.get("stage") == 3 else LinearForm
+        self.model, self.plain_model = form(shapes), form(shapes)
+        if ours.get("stage") == 3:
+            ours = {"model": self.model, **ours}
         select = groups or (lambda model: list(model.parameters()))
         self.optimizer = zeroshard.AdamW(select(self.model), **settings, **ours)
         self.plain = torch.optim.AdamW(select(self.plain_model), fused=True, **settings)
@@ -246,7 +329,7 @@ class Twin:
     def expect(self, gradients):
         """Adds to the gradients of the copy."""
         for name, value in gradients.items():
-            parameter = getattr(self.plain_model, name)
+            parameter = self.plain_model.get_parameter(name)
             if parameter.requires_grad:
                 old = parameter.grad
                 parameter.grad = value.clone() if old is None else old + value

@@ -23,7 +23,8 @@ import zeroshard
 from zeroshard import errors
 from zeroshard.errors import CommunicationError, ConfigError, ZeroShardError
 
-stages = pytest.mark.parametrize("stage", [1, 2])
+stages = pytest.mark.parametrize("stage", [1, 2, 3])
+replicated_stages = pytest.mark.parametrize("stage", [1, 2])
 
 
 def test_the_exceptions_are_what_callers_already_catch():
@@ -84,18 +85,19 @@ def test_wrong_parameters_raise_as_in_torch(stage):
     def body(rank, world_size):
         model = letters()
         with pytest.raises(ValueError, match="empty"):
-            zeroshard.AdamW([], stage=stage)
+            zeroshard.AdamW([], model=model, stage=stage)
         with pytest.raises(TypeError):
-            zeroshard.AdamW(model.gain, stage=stage)
+            zeroshard.AdamW(model.gain, model=model, stage=stage)
         with pytest.raises(TypeError):
-            zeroshard.AdamW([1.0, 2.0], stage=stage)
+            zeroshard.AdamW([1.0, 2.0], model=model, stage=stage)
         with pytest.raises(ValueError, match="non-leaf"):
-            zeroshard.AdamW([model.gain * 2], stage=stage)
+            zeroshard.AdamW([model.gain * 2], model=model, stage=stage)
         with pytest.raises(ValueError):
-            zeroshard.AdamW([{"params": [model.gain], "lr": -1.0}], stage=stage)
+            zeroshard.AdamW([{"params": [model.gain], "lr": -1.0}], model=model, stage=stage)
+        wrong = [{"params": [model.gain], "amsgrad": True}]
         with pytest.raises(ConfigError, match="amsgrad"):
-            zeroshard.AdamW([{"params": [model.gain], "amsgrad": True}], stage=stage)
-        optimizer = zeroshard.AdamW(decay_groups(model), stage=stage)
+            zeroshard.AdamW(wrong, model=model, stage=stage)
+        optimizer = zeroshard.AdamW(decay_groups(model), model=model, stage=stage)
         with pytest.raises(ConfigError, match="amsgrad"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "amsgrad": True})
         with pytest.raises(ValueError):
@@ -118,23 +120,40 @@ def test_parameters_on_the_meta_device_are_refused(stage):
     run(body)
 
 
-def test_stage_three_is_refused_for_now_whatever_else_is_given():
+# What acts at module boundaries must know the modules, and all of them.
+WITHOUT_MODULES = {
+    "no module": (lambda model: (list(model.parameters()), {}), "model"),
+    "groups and no module": (lambda model: (decay_groups(model), {}), "model"),
+    "a module without some of them": (
+        lambda model: (list(model.parameters()), {"model": model.layers}),
+        "model",
+    ),
+    "another module": (lambda model: (list(model.parameters()), {"model": letters()}), "model"),
+    "units that are not there": (lambda model: (model, {"units": ["layers.7"]}), r"layers\.7"),
+    "a class that is not there": (lambda model: (model, {"units": [nn.Conv2d]}), "Conv2d"),
+    "a class name that is not there": (lambda model: (model, {"units": ["Conv2d"]}), "Conv2d"),
+    "units of another kind": (lambda model: (model, {"units": [3]}), "units"),
+    "text for units": (lambda model: (model, {"units": "Feed"}), "units"),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_MODULES)
+def test_stage_three_without_its_modules_is_refused_by_name(what):
+    give, came = WITHOUT_MODULES[what]
+
     def body(rank, world_size):
         model = letters()
-        for given in (
-            lambda: zeroshard.AdamW(model.parameters(), stage=3),
-            lambda: zeroshard.AdamW(model, stage=3),
-            lambda: zeroshard.AdamW(decay_groups(model), model=model, stage=3),
-            lambda: zeroshard.AdamW(model, stage=3, units=["layers.0"]),
-            lambda: zeroshard.AdamW(model, stage=3, reshard_after_forward=False),
-        ):
-            with pytest.raises(ConfigError, match=r"stage.*3|3.*stage"):
-                given()
+        before = weights(model)
+        params, options = give(model)
+        with pytest.raises(ConfigError, match=came):
+            zeroshard.AdamW(params, stage=3, **options)
+        assert is_plain(model)
+        assert_same(weights(model), before, what)
 
     run(body)
 
 
-@stages
+@replicated_stages
 def test_options_of_stage_three_warn_that_they_have_no_effect(stage):
     def body(rank, world_size):
         for options in ({"units": ["layers.0"]}, {"reshard_after_forward": False}):
@@ -164,7 +183,8 @@ def test_a_failed_constructor_leaves_a_plain_model(stage):
         plain = torch.optim.AdamW(expected_model.parameters(), lr=1e-2, fused=True)
         expected = train(expected_model, plain, batches)
         for options in (
-            {"stage": 3},
+            {"stage": 4},
+            {"stage": 3, "units": ["nowhere"]},
             {"betas": (0.9, 2.0)},
             {"bucket_mb": 25 if rank == 0 else 12},  # found when the ranks compare
         ):
@@ -204,14 +224,14 @@ def of_frozen_parameters(rank, stage):
 def of_groups(rank, stage):
     model = letters()
     groups = [decay_groups(model)[0], {"params": []}, decay_groups(model)[1]]
-    return zeroshard.AdamW(groups if rank else decay_groups(model), stage=stage)
+    return zeroshard.AdamW(groups if rank else decay_groups(model), model=model, stage=stage)
 
 
 def of_membership(rank, stage):
     model = LinearForm({"first": (8,), "second": (8,), "third": (8,)})
     first, second, third = model.parameters()
     cut = [[first, second], [third]] if rank else [[first], [second, third]]
-    return zeroshard.AdamW([{"params": part} for part in cut], stage=stage)
+    return zeroshard.AdamW([{"params": part} for part in cut], model=model, stage=stage)
 
 
 def of_precision(rank, stage):
@@ -236,6 +256,7 @@ DIFFERENCES = {
     "groups": (of_membership, "group"),
     "precision": (of_precision, "precision|master"),
     "stage": (of_option("stage", 1, 2), "stage"),
+    "stage 3": (of_option("stage", 2, 3), "stage"),
     "bucket_mb": (of_option("bucket_mb", 1, 2), "bucket_mb"),
     "reduction": (of_option("reduction", "mean", "sum"), "reduction"),
     "max_grad_norm": (of_option("max_grad_norm", None, 1.0), "max_grad_norm"),
@@ -287,6 +308,8 @@ def test_a_rank_that_goes_on_alone_ends_in_a_named_error(stage, extra):
             alone()
         message = str(caught.value).lower()
         words = ("gradient", "reduc", "backward", "bucket") if extra == "backward" else ("step",)
+        if stage == 3:  # a forward comes first
+            words = (*words, "gather", "forward")
         assert any(word in message for word in (*words, "step")), message
 
     run(body, timeout_s=6)
@@ -322,7 +345,8 @@ def test_in_debug_mode_crossed_ranks_are_told_the_phase_and_the_ranks(stage, ext
                 twin.backward(2)
         message = str(caught.value).lower()
         assert "step" in message, message
-        assert "backward" in message or "gradient" in message or "reduce" in message, message
+        words = ("backward", "gradient", "reduce", *(("gather", "forward") if stage == 3 else ()))
+        assert any(word in message for word in words), message
         assert "rank" in message, message
         assert "0" in message, message
         assert "1" in message, message

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from zeroshard.errors import ConfigError
 
-stages = pytest.mark.parametrize("stage", [1, 2])
+stages = pytest.mark.parametrize("stage", [1, 2, 3])
 axes = ("replicate", "shard")
 shapes = pytest.mark.parametrize("mesh_shape", [(2, 2), (4, 1), (1, 4)], ids=str)
 
@@ -80,7 +80,13 @@ def test_a_network_on_a_mesh_agrees_on_all_ranks_and_with_ddp(stage, mesh_shape)
         mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=axes)
         model = letters()
         optimizer = zeroshard.AdamW(
-            decay_groups(model), lr=1e-2, eps=1e-2, stage=stage, mesh=mesh, bucket_mb=1e-3
+            decay_groups(model),
+            lr=1e-2,
+            eps=1e-2,
+            model=model,
+            stage=stage,
+            mesh=mesh,
+            bucket_mb=1e-3,
         )
         got = train(model, optimizer, letter_batches(rank)[:4])
         assert_ranks_agree(got, "mesh")
@@ -97,8 +103,10 @@ def test_memory_on_a_mesh_is_divided_by_the_shard_axis_alone(stage, mesh_shape):
     def body(rank, world_size):
         mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=axes)
         optimizer = zeroshard.AdamW(LinearForm({"weight": (400, 500)}), stage=stage, mesh=mesh)
-        wanted = 8 * 400 * 500 / mesh_shape[1]
-        assert optimizer.memory()["moments"] == pytest.approx(wanted, rel=0.01)
+        memory, numel = optimizer.memory(), 400 * 500
+        assert memory["moments"] == pytest.approx(8 * numel / mesh_shape[1], rel=0.01)
+        parameters = 4 * numel / (mesh_shape[1] if stage == 3 else 1)
+        assert memory["parameters"] == pytest.approx(parameters, rel=0.01)
 
     run(body, 4)
 
@@ -150,8 +158,8 @@ def test_state_on_a_mesh_is_torchs_and_loads_again(stage, mesh_shape):
             got = payload[0]["state"][index]
             assert torch.equal(got["exp_avg"], wanted["exp_avg"])
             assert torch.equal(got["exp_avg_sq"], wanted["exp_avg_sq"])
-        model = LinearForm(SHAPES)
-        model.load_state_dict(twin.model.state_dict())
+        model = type(twin.model)(SHAPES)
+        model.load_state_dict(weights(twin.model))
         again = zeroshard.AdamW(model, lr=1e-2, weight_decay=0.1, stage=stage, mesh=mesh)
         again.load_state_dict(payload[0])
         twin.backward(1)

@@ -27,7 +27,7 @@ from ranks import run
 import zeroshard
 from zeroshard.errors import ConfigError
 
-stages = pytest.mark.parametrize("stage", [1, 2])
+stages = pytest.mark.parametrize("stage", [1, 2, 3])
 REDUCES = ("auto", "fp32", "wire16", "param")
 inf = float("inf")
 
@@ -116,16 +116,17 @@ def test_without_a_master_the_parameter_itself_is_rounded_at_every_step(stage):
 
 
 @pytest.mark.parametrize("master", ["auto", "split", "fp32", "none"])
-def test_both_stages_end_bitwise_equal_in_16_bits(master):
+def test_all_stages_end_bitwise_equal_in_16_bits(master):
     def body(rank, world_size):
         for reduce in REDUCES:
             precision = zeroshard.Precision(master=master, reduce=reduce)
             expected = None
-            for stage, bucket_mb in ((1, 25), (2, 25), (1, 4e-3), (2, 4e-3)):
+            for stage, bucket_mb in ((1, 25), (2, 25), (2, 4e-3), (3, 25)):
                 model = letters(dtype=torch.bfloat16)
                 optimizer = zeroshard.AdamW(
                     decay_groups(model),
                     lr=1e-2,
+                    model=model,
                     stage=stage,
                     bucket_mb=bucket_mb,
                     precision=precision,
@@ -217,7 +218,8 @@ def test_small_updates_are_not_lost_in_bf16(stage):
             # Fifteen updates of 4e-4 reach 0.994, between 1 - 2**-8 and 1 - 2**-7; one alone
             # rounds back to 1.
             wanted = torch.tensor(0.994).bfloat16() if moved else 1.0
-            assert (model.weight == wanted).all(), f"{master}: {model.weight[0]}"
+            got = weights(model)["weight"]
+            assert (got == wanted).all(), f"{master}: {got[0]}"
 
     run(body)
 
@@ -389,7 +391,7 @@ def test_memory_is_divided_by_the_ranks_and_really_held(
         )
         gradients = {name: torch.ones(shape) for name, shape in LARGE.items()}
         expected = {
-            "parameters": parameter_bytes,
+            "parameters": parameter_bytes / (world_size if stage == 3 else 1),
             "moments": 8 / world_size,
             "master": master_bytes / world_size,
         }
@@ -400,6 +402,8 @@ def test_memory_is_divided_by_the_ranks_and_really_held(
             for key, each in expected.items():
                 held = memory[key] / NUM_ELEMENTS
                 assert held == pytest.approx(each, rel=0.01), f"{key} {when}: {held:.3f} bytes"
+            if stage == 3:
+                assert memory["unsharded_parameters"] == 0, when
             return memory
 
         check("at construction")
@@ -407,7 +411,7 @@ def test_memory_is_divided_by_the_ranks_and_really_held(
             model(gradients).backward()
             memory = check("after backward")
             gradient_bytes = memory["gradients"] / NUM_ELEMENTS
-            if stage == 2:
+            if stage >= 2:
                 assert gradient_bytes == pytest.approx(4 / world_size, rel=0.01)
                 assert memory["communication"] == 0, "buckets are released with the backward"
             else:
@@ -423,11 +427,11 @@ def test_memory_is_divided_by_the_ranks_and_really_held(
     run(body, world_size)
 
 
-# DeepSpeed#1302, DeepSpeed#4305: stage 2 takes more than stage 1.
-def test_stage_two_holds_less_than_stage_one():
+# DeepSpeed#1302, DeepSpeed#4305: stage 2 takes more than stage 1, and stage 3 more than stage 2.
+def test_every_stage_holds_less_than_the_one_before():
     def body(rank, world_size):
         held = []
-        for stage in (1, 2):
+        for stage in (1, 2, 3):
             model = LinearForm(LARGE)
             optimizer = zeroshard.AdamW(model, stage=stage)
             model({name: torch.ones(shape) for name, shape in LARGE.items()}).backward()
@@ -435,8 +439,10 @@ def test_stage_two_holds_less_than_stage_one():
             held.append(sum(memory.values()) - memory["optimizer_state"])
             assert memory["gradients"] >= 0.99 * 4 * NUM_ELEMENTS / world_size
         assert held[1] < held[0], "stage 1 keeps its full buffers"
-        smallest = torch.tensor(held[1])
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
-        assert held[1] <= 1.01 * int(smallest), "the ranks hold about the same"
+        assert held[2] < held[1], "stages 1 and 2 keep whole parameters"
+        for one in held[1:]:
+            smallest = torch.tensor(one)
+            dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+            assert one <= 1.01 * int(smallest), "the ranks hold about the same"
 
     run(body)

@@ -40,6 +40,7 @@ class AutogradHooks:
         # those that run after accumulation.
         self.listener = weakref.ref(listener)
         self.handles: list[Any] = []
+        self.nodes: list[Any] = []  # which accumulate the gradients
         self.task = -1  # the graph task that was looked at last
         self.saw_nested = False  # a backward inside of the one under way
 
@@ -49,6 +50,7 @@ class AutogradHooks:
         assert listener is not None
         if parameter.dtype != torch.float32:
             parameter.grad_dtype = None  # a 16-bit parameter may have an fp32 gradient
+        self.nodes.append(torch.autograd.graph.get_gradient_edge(parameter).node)
         self.handles += [
             parameter.register_hook(partial(_before, listener, slot)),
             parameter.register_post_accumulate_grad_hook(partial(_after, self.listener, slot)),
@@ -59,6 +61,14 @@ class AutogradHooks:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+        self.nodes.clear()
+
+    def will_accumulate(self) -> bool:
+        """Whether the graph task under way leads to any `p.grad`; not so torch.autograd.grad."""
+        try:
+            return any(map(torch._C._will_engine_execute_node, self.nodes))
+        except RuntimeError:  # it is asked for the gradient of a parameter
+            return False
 
     def call_at_end(self) -> None:
         """See to it that the listener hears of the end of the outermost backward under way.

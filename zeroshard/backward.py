@@ -26,7 +26,7 @@ class Backward:
         self.waiting = deque(order)  # buckets to launch, in the order that all ranks keep
         self.ready: list[int] = []  # buckets in the order in which they became complete here
         self.unlaunched = [len(buckets) for buckets in layout.buckets_of_slot]
-        self.launched: set[int] = set()  # slots of which a part was launched
+        self.launched: set[int] = set()  # slots of which a part was launched, zeros included
         self.carries: dict[int, bool] = {}  # slot -> adds to an earlier gradient
         self.renewed: set[int] = set()  # buckets whose shard was overwritten, not added to
         self.is_whole = True  # goes through all buckets
@@ -41,7 +41,7 @@ class Backward:
         and none is late where no backward ran inside of another.
         """
         slots = range(len(self.layout.slots))
-        mine = [slot in self.arrived for slot in slots]
+        mine = [slot in self.arrived or slot in self.late for slot in slots]
         late = [slot in self.late for slot in slots]
         bits = on_device([*mine, *late], torch.uint8, device)
         transport.all_reduce(bits, "max", op=Op("use of parameters", round=self.round)).wait()

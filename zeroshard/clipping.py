@@ -10,7 +10,7 @@ from torch import Tensor
 from .layout import BLOCK, Layout
 from .shard_reductions import combine_powers, finish_norms
 from .shard_tensor import ShardTensor
-from .storage import Arena
+from .storage import Arena, on_device
 from .transport import Op, Transport
 from .triton_kernels.norm import block_powers
 
@@ -37,14 +37,15 @@ class GradientNorms:
         self.layout, self.arenas, self.transport = layout, list(arenas), transport
         self._key: tuple[object, ...] | None = None
         self._norms = torch.empty(0)
-        order = [slot.index for arena in arenas for slot in arena.plan.slots]
-        self._slot_order = torch.tensor(order, dtype=torch.int64)
-        if arenas:
-            self._slot_order = self._slot_order.to(arenas[0].device)
-        self._lengths = [self._blocks_per_slot(arena) for arena in arenas]
-        self._num_blocks = [int(lengths.sum()) for lengths in self._lengths]
+        self._lengths: list[Tensor] = []  # for each arena: blocks of each slot
+
+    def _make_tables(self) -> None:
+        order = [slot.index for arena in self.arenas for slot in arena.plan.slots]
+        self._slot_order = on_device(order, torch.int64, self.arenas[0].device)
+        lengths = [self._blocks_per_slot(arena) for arena in self.arenas]
+        self._num_blocks = [int(blocks.sum()) for blocks in lengths]
         self._lengths = [
-            lengths.to(arena.device) for lengths, arena in zip(self._lengths, arenas, strict=True)
+            blocks.to(arena.device) for blocks, arena in zip(lengths, self.arenas, strict=True)
         ]
 
     def _blocks_per_slot(self, arena: Arena) -> Tensor:
@@ -55,6 +56,8 @@ class GradientNorms:
         """[slots] fp32 p-norms, the same on every rank; one all-reduce when they are not known."""
         key = (p, *((arena.generation, _version(arena.gradients)) for arena in self.arenas))
         if key != self._key:
+            if not self._lengths:
+                self._make_tables()
             parts = [self._parts(number, p) for number in range(len(self.arenas))]
             by_arena = finish_norms(torch.cat(parts), p, self.transport)
             self._norms = torch.empty_like(by_arena)

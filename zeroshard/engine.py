@@ -85,6 +85,7 @@ class Engine:
             on_end=lambda: self._execute(Event.BACKWARD_END),
             on_begin=self.parameters.check_kinds,
             on_closed=self.adopt_unfrozen,
+            launches_by_unit=self.schedule.launches_by_unit,
         )
         self.param_groups: Sequence[dict[str, Any]] = ()
         self.on_added: Callable[[Sequence[nn.Parameter]], None] = _nothing
@@ -184,7 +185,7 @@ class Engine:
     @torch.no_grad()
     def _at_module(self, event: Event, unit: int) -> None:
         if event is Event.PRE_BACKWARD:
-            self.gradients.hooks.call_at_end()
+            self.gradients.come_to_unit()
         self._execute(event, unit)
 
     def _unshard(self, unit: int) -> None:
@@ -208,6 +209,25 @@ class Engine:
 
     def _drain(self, bucket: int) -> None:
         self._reduced(self.gradients.reducer.drain(self.schedule.in_flight))
+
+    def _launch(self, unit: int) -> None:
+        self.gradients.launch(
+            bucket.index
+            for arena, _ in self.sharding.units[unit].arenas
+            for bucket in arena.plan.buckets
+            if arena in self.arenas
+        )
+
+    def _drain_others(self, bucket: int) -> None:
+        self._reduced(self.gradients.reducer.drain_others(bucket))
+
+    def _free_gradients(self, _: int) -> None:
+        self.gradients.shards.free_unused(self.gradients.parameters)
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        for updater in self.updaters:
+            updater.forget_gradients()
 
     def _wait(self, bucket: int) -> None:
         self._reduced(self.gradients.reducer.drain(0))
@@ -258,8 +278,7 @@ class Engine:
         self.parameters.mark_written_by_us([self.gradients.parameters[slot] for slot in used])
         if not self.transport.distributed or self.gradients.ddp_owns_gradients():
             self.gradients.free_copies()
-            for updater in self.updaters:
-                updater.forget_gradients()
+            self._forget_gradients()
 
     def _reread(self, written: Sequence[int]) -> None:
         """Masters of parameters that somebody else wrote to."""
@@ -346,14 +365,17 @@ class Engine:
     @contextmanager
     def gathered(self, parameters: Collection[nn.Parameter]) -> Iterator[None]:
         """Keep the units of `parameters` whole for as long as the context lasts."""
-        units = self.sharding.units_of(parameters)
-        with torch.no_grad():
-            self.sharding.pin(units)
+        pinned = []
         try:
+            with torch.no_grad():
+                for unit in self.sharding.units_of(parameters):
+                    self.sharding.pin(unit)
+                    pinned.append(unit)
             yield
         finally:
             with torch.no_grad():
-                self.sharding.unpin(units, self.modules.needed())
+                for unit in pinned:
+                    self.sharding.unpin(unit, is_needed=unit.index in self.modules.needed())
 
     def write_back(self, parameters: Iterable[nn.Parameter]) -> None:
         """The first rank's values of `parameters` win; masters follow where these are new."""
@@ -369,6 +391,10 @@ class Engine:
             for old, (parameter, state) in zip(before, parts, strict=True):
                 reread_master(parameter, state, parameter != old)
         self.parameters.mark_written_by_us([place.parameter for place in places])
+
+    def zero_grad(self) -> None:
+        """Every `p.grad` was dropped, or zeroed."""
+        self._execute(Event.ZERO_GRAD)
 
     def abandon(self) -> None:
         """End what an error left under way: reductions, gathers, units that are whole."""
@@ -397,6 +423,9 @@ class Engine:
 ACTIONS = {
     Action.REDUCE: Engine._reduce,
     Action.DRAIN: Engine._drain,
+    Action.LAUNCH: Engine._launch,
+    Action.DRAIN_OTHERS: Engine._drain_others,
+    Action.FREE_GRADIENTS: Engine._free_gradients,
     Action.WAIT: Engine._wait,
     Action.RELEASE: Engine._release,
     Action.UPDATE: Engine._update,

@@ -4,7 +4,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from .clipping import GradientNorms
 from .layout import Layout
@@ -53,12 +54,25 @@ class GradientShards:
     def local(self, slot: int) -> Tensor:
         """[slice's numel] fp32: the slot's range of this rank's shard."""
         start, stop = self.layout.local_range(slot, self.transport.rank)
-        return self.arena_of(slot).allocate_gradients()[start:stop]
+        return self._of_arena(self.arena_of(slot))[start:stop]
+
+    def _of_arena(self, arena: Arena) -> Tensor:
+        """[shard_numel] fp32: the arena's gradient shard, which is shown by the ShardTensors."""
+        if arena.gradients is not None:
+            return arena.gradients
+        gradients = arena.allocate_gradients()
+        for slot in arena.plan.slots:
+            self._zero.add(slot.index)
+            handle = self._handles[slot.index]
+            if handle is not None:
+                start, stop = self.layout.local_range(slot.index, arena.rank)
+                handle._local_tensor = gradients[start:stop]
+        return gradients
 
     def of_bucket(self, bucket: int) -> Tensor:
         """[bucket.shard_numel] fp32."""
         plan = self.layout.buckets[bucket]
-        gradients = self.arenas[plan.arena].allocate_gradients()
+        gradients = self._of_arena(self.arenas[plan.arena])
         return gradients[plan.shard_offset : plan.shard_offset + plan.shard_numel]
 
     def handle(self, slot: int) -> ShardTensor:
@@ -76,7 +90,12 @@ class GradientShards:
 
     def about_to_change(self, slot: int) -> None:
         """Before other values come into the slot's range."""
+        arena = self.arena_of(slot)
+        was_free = arena.gradients is None
+        self._of_arena(arena)
         self._zero.discard(slot)
+        if was_free:
+            return
         # No local variable may name the handle before the question: it would count as a holder.
         if self._handles[slot] is None or not _is_held(self._handles, slot):
             return
@@ -96,7 +115,7 @@ class GradientShards:
 
     def clear(self, slot: int) -> bool:
         """Zero the range of a slot without a gradient; whether it was not zero before."""
-        if slot in self._zero:
+        if slot in self._zero or self.arena_of(slot).gradients is None:
             return False
         self.about_to_change(slot)
         self.local(slot).zero_()
@@ -108,7 +127,7 @@ class GradientShards:
         for slot in slots:
             for run in self.layout.runs_of_slot[slot]:
                 if run.bucket == bucket and run.rank == self.transport.rank:
-                    gradients = self.arena_of(slot).allocate_gradients()
+                    gradients = self._of_arena(self.arena_of(slot))
                     gradients[run.shard_offset : run.shard_offset + run.numel].zero_()
 
     def zero_buckets(self) -> list[int]:
@@ -119,6 +138,24 @@ class GradientShards:
     def versions(self) -> list[int]:
         """Changes whenever a shard is written to, by whomever."""
         return [-1 if a.gradients is None else a.gradients._version for a in self.arenas]
+
+    def free_unused(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let go of the shards of arenas of which no parameter shows a gradient.
+
+        A ShardTensor that somebody kept keeps the old memory alive, and a new one is made.
+        """
+        for arena in self.arenas:
+            slots = [slot.index for slot in arena.plan.slots]
+            if arena.gradients is None or any(parameters[s].grad is not None for s in slots):
+                continue
+            for slot in slots:
+                if self._handles[slot] is not None and _is_held(self._handles, slot):
+                    self._handles[slot] = None
+                handle = self._handles[slot]
+                if handle is not None:
+                    handle._local_tensor = _NOTHING
+                del handle
+            arena.gradients = None
 
     def free(self) -> None:
         """Let go of the memory; ShardTensors that somebody kept take their values along."""
@@ -139,6 +176,7 @@ class _Probe:
         self._local_tensor = object()
 
 
+_NOTHING = torch.empty(0)
 _UNHELD = _references([_Probe()], 0)
 
 

@@ -4,7 +4,7 @@ Decides when a bucket is complete and what belongs into it; the schedule decides
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -33,6 +33,7 @@ class Gradients:
         on_begin: called at the first gradient of a backward; may raise.
         on_ready: called with a bucket that is complete and next in order.
         on_end: called when the outermost backward is over and everything was launched.
+        launches_by_unit: buckets are launched by `launch`, not when they are complete.
         on_closed: called when every `p.grad` of a backward that synchronises is set.
     """
 
@@ -46,10 +47,12 @@ class Gradients:
         on_end: Callable[[], None],
         on_begin: Callable[[], None],
         on_closed: Callable[[], None],
+        launches_by_unit: bool = False,
     ) -> None:
         self.transport = transport
         self.on_begin, self.on_ready = on_begin, on_ready
         self.on_end, self.on_closed = on_end, on_closed
+        self.launches_by_unit = launches_by_unit
         self.shards = GradientShards(transport)
         self.reducer = Reducer(transport, pool, self.shards, scale)
         self.hooks = AutogradHooks(self)
@@ -151,8 +154,28 @@ class Gradients:
         if not (arena.is_whole or arena.is_reached):
             raise GradientError(_unreached(self.layout.slots[slot].spec))
         self._take(slot, backward)
+        if self.launches_by_unit:
+            return
         while backward.waiting and backward.missing[backward.waiting[0]] == 0:
             self.on_ready(backward.waiting.popleft())
+
+    def come_to_unit(self) -> None:
+        """Backward has come to a unit: if it will accumulate gradients, it has begun.
+
+        Even where this rank has no gradient yet, others may launch a reduction before the next.
+        """
+        self.hooks.call_at_end()
+        if self.synchronise and self.backward is None and self.hooks.will_accumulate():
+            self._begin(self._task)
+
+    def launch(self, buckets: Iterable[int]) -> None:
+        """Launch those of the buckets that were not, with zeros for what has no gradient."""
+        backward = self.backward
+        for bucket in buckets:
+            if backward is not None and bucket in backward.waiting:
+                self._take_local(self.layout.slots_of_bucket[bucket], backward)
+                backward.waiting.remove(bucket)
+                self.on_ready(bucket)
 
     def backward_goes_on(self, task: int) -> None:
         """The outermost graph task is `task`: end what an exception cut short in another one."""
@@ -212,6 +235,12 @@ class Gradients:
                 if backward.missing[bucket] == 0:
                     backward.ready.append(bucket)
 
+    def _take_local(self, slots: Iterable[int], backward: Backward) -> None:
+        """Take what earlier backwards under no_sync() left, and this one added nothing to."""
+        for slot in slots:
+            if self._is_local(slot):
+                self._take(slot, backward)
+
     def reduce(self, bucket: int) -> None:
         """Launch the reduce-scatter of a bucket with what has arrived of it."""
         backward = self.backward
@@ -229,10 +258,9 @@ class Gradients:
         self.reducer.launch(bucket, backward.arrived, add=add, round_number=backward.round)
         for slot in slots:
             backward.unlaunched[slot] -= 1
-            if slot in backward.arrived:
-                backward.launched.add(slot)
-                if backward.unlaunched[slot] == 0:
-                    backward.arrived[slot] = _SENT  # the reduction holds what it still needs
+            backward.launched.add(slot)
+            if slot in backward.arrived and backward.unlaunched[slot] == 0:
+                backward.arrived[slot] = _SENT  # the reduction holds what it still needs
 
     def _prepare(self, slot: int, backward: Backward) -> bool:
         """Ready the slot's shard for a reduction; whether that adds to an earlier gradient."""
@@ -254,9 +282,8 @@ class Gradients:
         backward = self.backward
         if backward is None:
             return False
-        for slot in list(self.unsynced) if backward.is_whole else ():
-            if self._is_local(slot):
-                self._take(slot, backward)
+        if backward.is_whole:
+            self._take_local(list(self.unsynced), backward)
         try:
             # Every bucket goes on the wire, also one without a gradient here: another rank may have
             # launched it, and wait for it before it says anything else.

@@ -37,6 +37,7 @@ class ModuleState:
         parameters: where the parameters live.
         transport: the wire, which `full_tensor()` of the slices needs.
         is_pinned: whether `zeroshard.gather` keeps a place whole.
+        free: frees the unit of a place, which is not pinned.
         may_copy: see `ModuleHooks`.
     """
 
@@ -45,10 +46,11 @@ class ModuleState:
         parameters: Parameters,
         transport: Transport,
         is_pinned: Callable[[Place], bool],
+        free: Callable[[Place], None],
         may_copy: Callable[[int], bool],
     ) -> None:
         self.parameters, self.transport = parameters, transport
-        self.is_pinned, self.may_copy = is_pinned, may_copy
+        self.is_pinned, self.free, self.may_copy = is_pinned, free, may_copy
         self.handles: list[Any] = []
 
     def attach(self, module: nn.Module, unit: int) -> None:
@@ -58,6 +60,11 @@ class ModuleState:
             module.register_load_state_dict_pre_hook(_Hook(self._load, self.may_copy, unit)),
             module.register_load_state_dict_post_hook(_Hook(self._loaded, self.may_copy, unit)),
         ]
+
+    def attach_root(self, model: nn.Module) -> None:
+        """Hook the whole model, to refuse a state dict before any of it is loaded."""
+        hook = _Hook(self._check, self.may_copy, 0)
+        self.handles.append(model.register_load_state_dict_pre_hook(hook))
 
     def detach(self) -> None:
         """Remove every hook."""
@@ -90,36 +97,52 @@ class ModuleState:
     ) -> None:
         """Keep this rank's slices, and leave torch a copy of each parameter onto itself to do."""
         for name, place in self._places(module):
-            value = state_dict.get(prefix + name)
+            key = prefix + name
+            value = state_dict.get(key)
             if not isinstance(value, torch.Tensor) or value.shape != place.parameter.shape:
                 continue  # torch reports what is missing or misshapen
             self.parameters.settle([place])
             if isinstance(value, ShardTensor):
-                if not value.slices.same_as(place.slices):
-                    raise ConfigError(
-                        f"{prefix}{name} was saved as slices for {len(value.slices.by_rank)} ranks "
-                        "or another bucket size, which do not fit this model: load a whole state "
-                        "dict, or with torch.distributed.checkpoint"
-                    )
+                self._check_slices(key, place, value)
                 local = value.to_local()
             else:
                 flat = place.slices.flatten(value.detach().to(place.view.dtype))
                 local = place.slices.cut(flat, self.parameters.rank)
-            self.parameters.shard_of(place).copy_(local)
-            if place.arena.is_whole:
-                if isinstance(value, ShardTensor):
-                    raise ConfigError(
-                        f"{prefix}{name} is given as slices while the module is gathered: load "
-                        "outside of zeroshard.gather(), before forward or after step()"
-                    )
+            if self.is_pinned(place):
                 place.view.copy_(value)
-            state_dict[prefix + name] = place.parameter
+            else:
+                self.free(place)
+            self.parameters.shard_of(place).copy_(local)
+            self.parameters.note_written(place)
+            state_dict[key] = place.parameter
+
+    def _check(
+        self, model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any, **__: Any
+    ) -> None:
+        for place in self.parameters.places.values():
+            value = state_dict.get(prefix + place.name)
+            if not isinstance(value, ShardTensor) or place.arena.shard is None:
+                continue
+            if value.shape == place.parameter.shape:
+                self._check_slices(prefix + place.name, place, value)
+
+    def _check_slices(self, key: str, place: Place, value: ShardTensor) -> None:
+        if not value.slices.same_as(place.slices):
+            raise ConfigError(
+                f"{key} was saved as slices for {len(value.slices.by_rank)} ranks or another "
+                "bucket size, which do not fit this model: load a whole state dict, or with "
+                "torch.distributed.checkpoint"
+            )
+        if self.is_pinned(place):
+            raise ConfigError(
+                f"{key} is given as slices while zeroshard.gather() keeps the module whole: load "
+                "them outside of the context"
+            )
 
     def _loaded(self, module: nn.Module, _: Any) -> None:
         """Note which parameters torch has copied onto themselves."""
         for _, place in self._places(module):
-            if place.parameter._version != place.version:
-                self.parameters.note_written(place)
+            place.version = place.parameter._version
 
 
 class _Hook(OwnHook):

@@ -6,6 +6,7 @@ parameters, where that is called by itself (`model.encoder(x)`, `model.embed_tok
 
 import dataclasses
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,6 +18,9 @@ from .errors import ConfigError
 from .schedule import Event
 
 __all__ = ["ModuleHooks", "OwnHook", "refuse_copies"]
+
+
+NO_BACKWARD = -1  # torch's id of no graph task
 
 
 class OwnHook:
@@ -62,8 +66,8 @@ class _Before(OwnHook):
         super().__init__(hooks.may_copy, unit)
         self.hooks = hooks
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self.hooks.before(self.unit, module, args, kwargs)
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.hooks.before(self.unit, module, args, kwargs)
 
 
 class _After(OwnHook):
@@ -75,24 +79,49 @@ class _After(OwnHook):
         self.hooks.after(self.unit, module, output)
 
 
+class _Use:
+    """One forward of a unit, and the backward through it."""
+
+    def __init__(self, module: nn.Module, began: int) -> None:
+        self.module = module
+        self.error = sys.exc_info()[1]  # of the caller, who may be handling one
+        self.inputs: list[tuple[Tensor, int]] = []  # with their versions
+        self.began, self.ended = began, began
+        self.task = -1  # the graph task of the backward that is inside of it
+
+    def take_changed_inputs(self) -> list[Tensor]:
+        """Inputs that were written to in place, which makes them outputs."""
+        changed = [tensor for tensor, version in self.inputs if tensor._version != version]
+        self.inputs.clear()
+        return changed
+
+
 class ModuleHooks:
     """All boundaries of one optimizer's units.
 
     Args:
         raise_event: called with an event and the index of a unit.
         may_copy: whether the modules of a unit may be copied now.
+        is_parameter: whether a tensor is one of a unit's parameters, or a part of one.
     """
 
     def __init__(
-        self, raise_event: Callable[[Event, int], None], may_copy: Callable[[int], bool]
+        self,
+        raise_event: Callable[[Event, int], None],
+        may_copy: Callable[[int], bool],
+        is_parameter: Callable[[int, Tensor], bool],
     ) -> None:
         self.raise_event, self.may_copy = raise_event, may_copy
+        self.is_parameter = is_parameter
         self.handles: list[Any] = []
         self.lookups: set[int] = set()  # units whose backward needs none of their parameters
-        self._inside: dict[int, tuple[nn.Module, Any]] = {}  # unit -> who began it, error then
-        self._in_backward: dict[int, set[int]] = {}  # unit -> its uses that backward is inside of
+        self._inside: dict[int, _Use] = {}  # by unit
+        # By unit: those that backward may still come to, as long as their graph lives.
+        self._open: dict[int, weakref.WeakSet[_Use]] = {}
+        self._in_backward: dict[int, list[_Use]] = {}  # by unit
+        self._done: set[int] = set()  # units that backward has left for good
         self._outermost: nn.Module | None = None
-        self._uses = 0
+        self._clock = 0
         self.graph_is_kept = False  # by the backward under way
 
     def attach(self, module: nn.Module, unit: int) -> None:
@@ -113,7 +142,9 @@ class ModuleHooks:
     def forget(self) -> None:
         """Nobody is inside of anything: an error ended what was under way."""
         self._inside.clear()
+        self._open.clear()
         self._in_backward.clear()
+        self._done.clear()
         self._outermost = None
         self.graph_is_kept = False
 
@@ -126,7 +157,9 @@ class ModuleHooks:
         kept = set(self._inside)
         if self.graph_is_kept:
             kept.update(self._in_backward)
+        self._open.clear()
         self._in_backward.clear()
+        self._done.clear()
         return kept
 
     @property
@@ -140,125 +173,120 @@ class ModuleHooks:
 
     # --- forward
 
-    def before(self, unit: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A module is about to run; returns its inputs where they have to be watched."""
-        if unit in self._inside and self._inside[unit][0] is not module:
-            return None
-        in_backward = _in_backward()
-        if in_backward and unit in self._in_backward:
-            return None  # a recomputation of what backward is inside of
-        if not in_backward and self._outermost in (None, module):
-            self.forget()  # what an error left
+    def before(self, unit: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module is about to run."""
+        if unit in self._inside and self._inside[unit].module is not module:
+            return
+        task = torch._C._current_graph_task_id()
+        if task != NO_BACKWARD and unit in self._in_backward:
+            return  # a recomputation of what backward is inside of
+        if task == NO_BACKWARD and self._outermost in (None, module):
             self._outermost = module
-        self._inside[unit] = (module, sys.exc_info()[1])
+            self._inside.clear()  # what an error left
+            self._in_backward.clear()
+        if task != NO_BACKWARD:
+            self._leave_ended(task)
+            self._tell_done()
+        self._clock += 1
+        use = self._inside[unit] = _Use(module, self._clock)
         self.raise_event(Event.PRE_FORWARD, unit)
-        if not torch.is_grad_enabled():
-            return None
-        self._uses += 1
-        return self._watch_inputs(unit, self._uses, args, kwargs)
+        if torch.is_grad_enabled():
+            self._watch_inputs(unit, use, (args, kwargs))
 
     def after(self, unit: int, module: nn.Module, output: Any) -> None:
         """A module has run, or raised."""
-        if unit not in self._inside or self._inside[unit][0] is not module:
+        if unit not in self._inside or self._inside[unit].module is not module:
             return
-        failed = sys.exc_info()[1] is not self._inside.pop(unit)[1]
-        found = list(_tensors(output))
+        use = self._inside.pop(unit)
+        self._clock += 1
+        use.ended = self._clock
+        failed = sys.exc_info()[1] is not use.error
+        found = [*_tensors(output), *use.take_changed_inputs()]
         differentiable = torch.is_grad_enabled() and not failed
+        # Without any tensor in sight the output may hold some where nobody looks.
+        is_done = bool(found) or not differentiable
         if differentiable and found:
-            # Without any tensor in sight the output may hold some where nobody looks.
-            differentiable = self._watch_outputs(unit, found)
-        if found or not differentiable:
+            differentiable = self._watch_outputs(unit, use, found)
+        gives_parameters = any(self.is_parameter(unit, tensor) for tensor in found)
+        if is_done and not gives_parameters:
             self.raise_event(Event.POST_FORWARD, unit)
-        if self._outermost is module and not _in_backward():
+        if self._outermost is module and torch._C._current_graph_task_id() == NO_BACKWARD:
             self._outermost = None
             if not differentiable:
                 self.raise_event(Event.EVALUATED, unit)
+                if gives_parameters:
+                    raise ConfigError(_gives_parameters(module))
 
     # --- backward
 
-    def _watch_outputs(self, unit: int, tensors: list[Tensor]) -> bool:
+    def _watch_outputs(self, unit: int, use: _Use, tensors: list[Tensor]) -> bool:
         """Notice when backward reaches one of `tensors`; whether it can."""
-        use = self._uses
         watched = [t for t in tensors if t.requires_grad]
         for tensor in watched if unit not in self.lookups else ():
             if tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._enter_backward, unit, use))
+                self._open.setdefault(unit, weakref.WeakSet()).add(use)
         return bool(watched)
 
-    def _enter_backward(self, unit: int, use: int, grad: Tensor) -> None:
+    def _watch_inputs(self, unit: int, use: _Use, inputs: Any) -> None:
+        """Notice when the gradient of an input is done, and which inputs are written to.
+
+        Autograd runs the nodes that are ready from the last made to the first. So when the node
+        that made an input runs, every node that the unit made since has run.
+        """
+        for tensor in _tensors(inputs):
+            if not tensor.is_inference():
+                use.inputs.append((tensor, tensor._version))
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(partial(self._leave_backward, unit, use))
+
+    def _enter_backward(self, unit: int, use: _Use, _: Tensor) -> None:
         self.graph_is_kept = torch.is_grad_enabled()
-        uses = self._in_backward.setdefault(unit, set())
+        uses = self._in_backward.setdefault(unit, [])
         if use not in uses:
-            uses.add(use)
+            use.task = torch._C._current_graph_task_id()
+            self._leave_ended(use.task, use.ended)
+            self._tell_done()
+            self._in_backward.setdefault(unit, uses).append(use)
             self.raise_event(Event.PRE_BACKWARD, unit)
 
-    def _watch_inputs(self, unit: int, use: int, args: Any, kwargs: Any) -> Any:
-        """Notice when the gradients of all inputs are done.
+    def _leave_ended(self, task: int, ended: int | None = None) -> None:
+        """Leave what backward is done with when it comes to graph task `task`.
 
-        Each input is replaced by a view of itself: the view's node belongs to this use of the unit
-        alone, and unlike a custom function's output a view may be changed in place.
+        That is what it went through in tasks inside of this one, which are over; and, where it has
+        come to a forward that ended at `ended`, every forward that began after that.
         """
-        nodes: list[Any] = []
+        for unit, uses in list(self._in_backward.items()):
+            for use in list(uses):
+                began_after = ended is not None and use.task == task and use.began > ended
+                if use.task > task or began_after:
+                    self._leave_backward(unit, use)
 
-        def view(tensor: Tensor) -> Tensor:
-            watched = tensor.view_as(tensor)
-            nodes.append(watched.grad_fn)
-            return watched
-
-        args, kwargs = _map_inputs(args, view), _map_inputs(kwargs, view)
-        if not nodes:
-            return None
-        done = _AllDone(nodes, partial(self._leave_backward, unit, use))
-        for node in nodes:
-            node.register_hook(done)
-        return args, kwargs
-
-    def _leave_backward(self, unit: int, use: int) -> None:
-        uses = self._in_backward.get(unit)
-        if uses is None or self.graph_is_kept:
+    def _leave_backward(self, unit: int, use: _Use, *_: Any) -> None:
+        uses = self._in_backward.get(unit, [])
+        if use not in uses or self.graph_is_kept:
             return
-        uses.discard(use)
+        uses.remove(use)
+        self._open.setdefault(unit, weakref.WeakSet()).discard(use)
         if not uses:
             del self._in_backward[unit]
+            if not self._open.get(unit):
+                self._done.add(unit)
             self.raise_event(Event.POST_BACKWARD, unit)
 
+    def _tell_done(self) -> None:
+        """Say what backward has left for good.
 
-class _AllDone:
-    """Calls a function once all those nodes have run that the graph task at hand will run."""
-
-    def __init__(self, nodes: list[Any], function: Callable[[], None]) -> None:
-        self.nodes = nodes if len(nodes) > 1 else None
-        self.function = function
-        self.task, self.left = -1, 1
-
-    def __call__(self, *_: Any) -> None:
-        task = torch._C._current_graph_task_id()
-        if self.nodes is not None and task != self.task:
-            self.left = sum(map(torch._C._will_engine_execute_node, self.nodes))
-            self.task = task
-        self.left -= self.nodes is not None
-        if self.nodes is None or self.left == 0:
-            self.function()
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _map_inputs(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `function` applied to its differentiable tensors, in containers too."""
-    if isinstance(value, Tensor):
-        watch = value.requires_grad and value.layout == torch.strided
-        return function(value) if watch else value
-    if type(value) in (tuple, list):
-        return type(value)(_map_inputs(entry, function) for entry in value)
-    if type(value) is dict:
-        return {key: _map_inputs(entry, function) for key, entry in value.items()}
-    return value
+        Only when it comes to the next unit, and in a fixed order: then all ranks say the same at
+        the same point, whatever each of them did inside of the units.
+        """
+        done, self._done = self._done, set()
+        for unit in sorted(done, reverse=True):
+            self.raise_event(Event.UNIT_DONE, unit)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a module's output: in tuples, lists, dicts and dataclasses."""
+    """The tensors in a module's inputs or output: in tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -270,3 +298,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for entry in dataclasses.fields(value):
             yield from _tensors(getattr(value, entry.name, None))
+
+
+def _gives_parameters(module: nn.Module) -> str:
+    return (
+        f"{type(module).__name__} returned a parameter, or a part of one, that is freed now: "
+        "return a copy (.clone()), or call it inside of `with zeroshard.gather(...):`"
+    )

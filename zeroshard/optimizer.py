@@ -229,6 +229,8 @@ class AdamW(torch.optim.Optimizer):
         if self._engine is not None:
             self._engine.abandon()
         super().zero_grad(set_to_none)
+        if self._engine is not None:
+            self._engine.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; every rank must add the same parameters."""

@@ -87,6 +87,7 @@ class Place:
         "arena",
         "data_ptr",
         "local_range",
+        "number",
         "parameter",
         "placeholder",
         "placeholder_ptr",
@@ -104,9 +105,8 @@ class Place:
         self.placeholder: Tensor | None = None
         self.placeholder_ptr = 0
         if arena.shard is not None:
-            nan = torch.full((1,), torch.nan, dtype=self.view.dtype, device=arena.device)
-            self.placeholder = nan.as_strided(slot.spec.shape, (0,) * len(slot.spec.shape))
-            self.placeholder_ptr = self.placeholder.data_ptr()
+            self.number = arena.plan.slots.index(slot)
+            self.renew_placeholder(arena.placeholders)
         self.show()
         self.version = parameter._version
 
@@ -119,6 +119,17 @@ class Place:
     def flat(self) -> Tensor:
         """[slot.numel] of the arena's whole parameters."""
         return self.arena.parameters[self.slot.offset : self.slot.offset + self.slot.numel]
+
+    def renew_placeholder(self, elements: Tensor) -> None:
+        """Show one of `elements` (NaN) from now on, whoever still shows the one before."""
+        shape = self.slot.spec.shape
+        start = elements.storage_offset() + self.number
+        self.placeholder = elements.as_strided(shape, (0,) * len(shape), start)
+        self.placeholder_ptr = self.placeholder.data_ptr()
+
+    def renew_view(self) -> None:
+        """The arena's whole parameters are in another storage now."""
+        self.view = slot_view(self.flat, self.slot.spec.shape, self.slot.spec.stride)
 
     def show(self) -> None:
         """Let the parameter be the view of its slot."""
@@ -204,9 +215,20 @@ class Parameters:
                     lost.append(place)
         if lost:
             for place in lost:
-                assert place.placeholder is not None
-                place.placeholder.as_strided((1,), (1,)).fill_(torch.nan)
+                place.arena.placeholders.fill_(torch.nan)
             raise ConfigError(_written_while_sharded([place.name for place in lost]))
+
+    def check_placeholders(self, arena: Arena, places: Iterable[Place]) -> None:
+        """Raise if a placeholder was written to, past every version counter; on a CPU.
+
+        Elsewhere the host would have to wait; there such a write is gone at the next use.
+        """
+        if arena.device.type != "cpu" or bool(arena.placeholders.isnan().all()):
+            return
+        written = (~arena.placeholders.isnan()).tolist()
+        arena.placeholders.fill_(torch.nan)
+        names = [p.name for p in places if p.arena is arena and written[p.number]]
+        raise ConfigError(_written_while_sharded(names))
 
     def _take_data(self, place: Place) -> None:
         """Take over what the user pointed a parameter's `.data` at."""
@@ -216,13 +238,24 @@ class Parameters:
             place.show()
             self.keep(place)
         else:
-            local = place.slices.cut(place.slices.flatten(data), self.rank)
-            if local.numel() and bool(local.isnan().all()):
+            if data.numel() and bool(data.isnan().all()):
                 place.hide()
                 raise ConfigError(_written_while_sharded([place.name]))
+            local = place.slices.cut(place.slices.flatten(data), self.rank)
             self.shard_of(place).copy_(local)
+            self._renew_placeholders(place.arena)
             place.hide()
         self._written[place.parameter] = None
+
+    def _renew_placeholders(self, arena: Arena) -> None:
+        """Make new ones: who swapped `.data` holds an old one, and must not swap it back."""
+        arena.placeholders = arena.placeholders.clone()
+        for place in self.places.values():
+            if place.arena is arena:
+                is_hidden = place.parameter.data_ptr() == place.placeholder_ptr
+                place.renew_placeholder(arena.placeholders)
+                if is_hidden:
+                    place.hide()
 
     def check_kinds(self) -> None:
         """Raise if a parameter has another shape, dtype or device than when it was attached."""

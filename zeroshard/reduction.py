@@ -95,17 +95,27 @@ class Reducer:
 
     def drain(self, at_most: int) -> list[int]:
         """Wait for the oldest reductions until `at_most` are under way; the buckets that ended."""
+        return [self._end_oldest() for _ in range(len(self.under_way) - at_most)]
+
+    def drain_others(self, bucket: int) -> list[int]:
+        """Wait for the oldest reductions until one of this bucket's unit comes; which ended."""
         ended = []
-        while len(self.under_way) > at_most:
-            reduction = self.under_way.popleft()
-            reduction.pending.wait()
-            if reduction.scratch is not None:
-                reduction.out.add_(reduction.scratch)
-                self.pool.give_back(reduction.scratch)
-            for buffer in reduction.borrowed:
-                self.pool.give_back(buffer)
-            ended.append(reduction.bucket)
+        while self.under_way and self._unit(self.under_way[0].bucket) != self._unit(bucket):
+            ended.append(self._end_oldest())
         return ended
+
+    def _unit(self, bucket: int) -> str:
+        return self.layout.arenas[self.layout.buckets[bucket].arena].unit
+
+    def _end_oldest(self) -> int:
+        reduction = self.under_way.popleft()
+        reduction.pending.wait()
+        if reduction.scratch is not None:
+            reduction.out.add_(reduction.scratch)
+            self.pool.give_back(reduction.scratch)
+        for buffer in reduction.borrowed:
+            self.pool.give_back(buffer)
+        return reduction.bucket
 
     def _pack(
         self,

@@ -19,7 +19,7 @@ from .schedule import Event
 from .sharding import Sharding
 from .storage import Arena
 from .transport import Transport
-from .units import UnitPlan, plan_units
+from .units import ROOT, UnitPlan, plan_units
 
 __all__ = ["ShardedModel"]
 
@@ -48,9 +48,13 @@ class ShardedModel:
         self.plan: UnitPlan | None = None
         self.is_complete = False
         self.sharding = Sharding(parameters, transport)
-        self.hooks = ModuleHooks(raise_event, self.sharding.is_pinned)
+        self.hooks = ModuleHooks(raise_event, self.sharding.is_pinned, self.sharding.is_part)
         self.state = ModuleState(
-            parameters, transport, self.sharding.holds, self.sharding.is_pinned
+            parameters,
+            transport,
+            self.sharding.holds,
+            self.sharding.free,
+            self.sharding.is_pinned,
         )
         self.frozen_layout = plan_layout(
             (), world_size=transport.world_size, bucket_nbytes=options.bucket_nbytes
@@ -113,6 +117,7 @@ class ShardedModel:
         if self.plan is None:
             return
         index = {name: number for number, name in enumerate(self.plan.modules)}
+        self.state.attach_root(self.plan.modules[ROOT])
         self.hooks.lookups = {index[name] for name in self.plan.lookups}
         for name, module in self.plan.modules.items():
             self.hooks.attach(module, index[name])

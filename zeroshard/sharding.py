@@ -7,7 +7,7 @@ idle, or pinned by `zeroshard.gather`.
 from collections.abc import Collection, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .layout import Bucket
 from .parameters import Parameters, Place
@@ -90,6 +90,7 @@ class Sharding:
         self.parameters, self.transport = parameters, transport
         self.units: list[Unit] = []
         self._unit_of: dict[Place, Unit] = {}
+        self._holders: dict[Arena, int] = {}  # of the memory of an arena that only we use
         self.order = Order()
         self._idle: Unit | None = None  # not needed any more, whole until another one is
         self._ahead: Unit | None = None  # gathered before it was needed
@@ -105,6 +106,7 @@ class Sharding:
         (unit,) = (unit for unit in self.units if unit.name == arena.plan.unit)
         self.unshard(unit)
         arena.is_reached = unit.is_lookup
+        self._holders[arena] = arena.num_holders
         unit.arenas.append((arena, FROZEN if is_frozen else TRAINED))
         for place in places:
             unit.places.append(place)
@@ -171,6 +173,8 @@ class Sharding:
         if unit.is_whole or unit.pending:
             return
         self.parameters.settle(unit.places)
+        for arena, _ in unit.arenas:
+            self.parameters.check_placeholders(arena, unit.places)
         unit.is_allocated = True
         try:
             for arena, _ in unit.arenas:
@@ -223,11 +227,21 @@ class Sharding:
             self._free(unit)
 
     def _free(self, unit: Unit) -> None:
+        """Free a unit's memory, which nobody reads but autograd, after it is back."""
         unit.is_whole = unit.is_allocated = False
         for place in unit.places:
             place.hide()
         for arena, _ in unit.arenas:
+            if arena.is_borrowed:
+                self._leave(unit, arena)
             arena.free_whole()
+
+    def _leave(self, unit: Unit, arena: Arena) -> None:
+        """Leave an arena's memory to others, who share it, and use another one from now on."""
+        arena.leave_whole()
+        for place in unit.places:
+            if place.arena is arena:
+                place.renew_view()
 
     def reshard_all(self, needed: Collection[int] = ()) -> None:
         """Free every unit that is neither pinned nor in `needed` (indices).
@@ -249,6 +263,7 @@ class Sharding:
             unit.drop(unit.places)
         self.units.clear()
         self._unit_of.clear()
+        self._holders.clear()
 
     # --- zeroshard.gather
 
@@ -264,21 +279,37 @@ class Sharding:
         unit = self.units[index]
         return unit.pins > 0 or not unit.places
 
+    def is_part(self, index: int, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the whole parameters of a unit that is not pinned."""
+        unit = self.units[index]
+        return unit.pins == 0 and any(arena.contains(tensor) for arena, _ in unit.arenas)
+
+    def free(self, place: Place) -> None:
+        """Free the unit of a place, unless it is pinned."""
+        self.reshard(self._unit_of[place])
+
     def holds(self, place: Place) -> bool:
         """Whether `zeroshard.gather` keeps a place's unit whole."""
         return self._unit_of[place].pins > 0
 
-    def pin(self, units: Iterable[Unit]) -> None:
-        """Make units whole and keep them so until they are unpinned as often."""
-        for unit in units:
-            self.unshard(unit)
-            unit.pins += 1
+    def pin(self, unit: Unit) -> None:
+        """Make a unit whole and keep it so until it is unpinned as often."""
+        self.unshard(unit)
+        unit.pins += 1
 
-    def unpin(self, units: Iterable[Unit], needed: Iterable[int]) -> None:
-        """Undo a `pin`; free what is neither pinned nor in `needed` (indices)."""
-        for unit in units:
-            unit.pins -= 1
-            if unit.pins == 0:
-                self.parameters.keep_changes(unit.places)
-                if unit.index not in needed:
-                    self.reshard(unit)
+    def unpin(self, unit: Unit, *, is_needed: bool) -> None:
+        """Undo a `pin`; free the unit if nobody else pinned it and nothing goes on inside of it.
+
+        What the user kept of it (a state dict, a detached weight) stays as it is now.
+        """
+        unit.pins -= 1
+        if unit.pins or not unit.places:
+            return
+        self.parameters.keep_changes(unit.places)
+        if is_needed:
+            return
+        self.parameters.settle(unit.places)
+        for arena, _ in unit.arenas:
+            if arena.num_holders > self._holders[arena]:
+                self._leave(unit, arena)
+        self._free(unit)

@@ -43,6 +43,9 @@ class Arena:
         self.storage = self.parameters.untyped_storage()
         self.nbytes = self.storage.nbytes()
         self.shard = self.allocate(self.shard_numel, plan.dtype) if sharded else None
+        # One NaN for each slot, which its parameter shows while there is no memory.
+        self.placeholders = self.allocate(len(plan.slots) if sharded else 0, plan.dtype)
+        self.placeholders.fill_(torch.nan)
         self.is_whole = True
         self.is_reached = sharded is False  # by the backward under way, through its unit's outputs
         self.gradients: Tensor | None = None
@@ -54,7 +57,7 @@ class Arena:
         return torch.zeros(numel, dtype=getattr(torch, dtype), device=self.device)
 
     def allocate_gradients(self) -> Tensor:
-        """The gradient shard; allocated the first time it is asked for."""
+        """The gradient shard; allocated, and zero, the first time it is asked for."""
         if self.gradients is None:
             self.gradients = self.allocate(self.shard_numel, "float32")
             self.generation += 1
@@ -90,6 +93,10 @@ class Arena:
             for bucket in self.plan.buckets:
                 self.parameter_shard(bucket.index).copy_(self.own_part(bucket.index))
 
+    def contains(self, tensor: Tensor) -> bool:
+        """Whether a tensor shares memory with the whole parameters."""
+        return 0 <= tensor.data_ptr() - self.storage.data_ptr() < self.storage.nbytes()
+
     def allocate_whole(self) -> None:
         """Memory for the whole parameters, with undefined content."""
         self.storage.resize_(self.nbytes)
@@ -97,7 +104,23 @@ class Arena:
     def free_whole(self) -> None:
         """Free the whole parameters; views of them must not be read until they are back."""
         self.is_whole = False
+        self.placeholders.fill_(torch.nan)
         self.storage.resize_(0)
+
+    def leave_whole(self) -> None:
+        """Leave the whole parameters to those who hold views of them; go on in other memory."""
+        self.parameters = torch.empty_like(self.parameters)
+        self.storage = self.parameters.untyped_storage()
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether NumPy shares the memory, which then cannot be freed."""
+        return not self.storage.resizable()
+
+    @property
+    def num_holders(self) -> int:
+        """How many tensors share the memory of the whole parameters."""
+        return int(torch._C._storage_Use_Count(self.storage._cdata))
 
 
 def on_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -171,8 +171,9 @@ class Updater:
             masters.store(master, high, state)
 
     def forget_gradients(self) -> None:
-        """Let go of views of gradient shards that were freed."""
-        self._views.clear()
+        """Let go of views of a gradient shard that was freed."""
+        if self.arena.gradients is None:
+            self._views.clear()
 
     def _adamw(
         self,
@@ -203,7 +204,7 @@ class Updater:
         )
 
     def _state_of(self, piece: Piece) -> tuple[Tensor, ...]:
-        """Gradient and moments of a piece; views are made once, the flat tensors live on."""
+        """Gradient and moments of a piece; views are made once for each gradient shard."""
         views = self._views.get(piece.start)
         if views is None:
             flats = (
