@@ -18,7 +18,7 @@ LAYERS = [
     ["shard_reductions"],
     ["shard_tensor"],
     ["update", "clipping", "parameters", "modules"],
-    ["gradient_shards", "autograd_hooks", "backward", "sharding", "module_state"],
+    ["gradient_shards", "autograd_hooks", "backward", "sharding", "module_state", "masters"],
     ["reduction", "construction"],
     ["gradients", "sharded_model"],
     ["engine"],

@@ -19,12 +19,13 @@ from .errors import ConfigError
 from .formats import Format, sum_dtype, wire_dtype
 from .gradients import Gradients
 from .layout import Layout, plan_layout
+from .masters import Masters
 from .parameters import Parameters
 from .schedule import Action, Event, compile_schedule
 from .sharded_model import ShardedModel
 from .storage import Arena, BufferPool, on_device
 from .transport import Op, Pending, Transport
-from .update import StepCounters, Updater, Work, reread_master
+from .update import StepCounters, Updater, Work
 
 __all__ = ["Engine", "engines_of"]
 
@@ -70,6 +71,7 @@ class Engine:
         self._work: dict[int, Work] = {}  # by bucket
         self._planned_for: tuple[list[int], list[int]] = ([], [])
         self.parameters = Parameters(transport.rank)
+        self.masters = Masters(self.parameters, transport)
         # Without a process group there is nobody to share parameters with.
         self.shards_parameters = self.schedule.shards_parameters and transport.distributed
         self.sharded = ShardedModel(
@@ -150,6 +152,7 @@ class Engine:
         self.parameters.find_owners()
         self.layout, self.formats = layout, list(formats)
         self.slot_of.update((parameter, slot) for slot, parameter in by_slot.items())
+        self.masters.attach(layout, self.arenas, self.slot_of)
         self.counters.extend(len(layout.slots), self.arenas[0].device)
         self.updaters = [
             Updater(arena, layout, fmt, self.counters.views)
@@ -265,7 +268,7 @@ class Engine:
         """One AdamW update of everything that has a gradient."""
         self.gradients.close()
         self.adopt_unfrozen()
-        self.look_at_writes()
+        self.masters.look_at_writes()
         used, flags_are_valid = self.gradients.collect()
         if not used:
             return
@@ -279,23 +282,6 @@ class Engine:
         if not self.transport.distributed or self.gradients.ddp_owns_gradients():
             self.gradients.free_copies()
             self._forget_gradients()
-
-    def _reread(self, written: Sequence[int]) -> None:
-        """Masters of parameters that somebody else wrote to."""
-        for slot in written:
-            for parameter, state in self.local_parts(slot):
-                reread_master(parameter, state, torch.ones_like(parameter, dtype=torch.bool))
-
-    def local_parts(self, slot: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        """(parameter, state) of each of this rank's runs of a slot."""
-        arena = self.arenas[self.layout.slots[slot].arena]
-        parts = []
-        for run in self.layout.runs_of_slot[slot]:
-            if run.rank == self.transport.rank:
-                stop = run.shard_offset + run.numel
-                state = {k: flat[run.shard_offset : stop] for k, flat in arena.state.items()}
-                parts.append((arena.parameter_run(run), state))
-        return parts
 
     def _clip(self, used: Sequence[int]) -> None:
         if self.options.max_grad_norm is not None:
@@ -353,15 +339,6 @@ class Engine:
                 self.transport.broadcast(whole, op=Op("initial buffers")).wait()
                 tensor.data.copy_(whole)
 
-    def look_at_writes(self) -> None:
-        """Take over what was written to parameters up to now."""
-        written = self.parameters.check()
-        self._reread(sorted(self.slot_of[p] for p in written if p in self.slot_of))
-
-    def refresh_masters(self) -> None:
-        """Re-read every master from its parameter."""
-        self._reread(range(len(self.layout.slots)))
-
     @contextmanager
     def gathered(self, parameters: Collection[nn.Parameter]) -> Iterator[None]:
         """Keep the units of `parameters` whole for as long as the context lasts."""
@@ -376,21 +353,6 @@ class Engine:
             with torch.no_grad():
                 for unit in pinned:
                     self.sharding.unpin(unit, is_needed=unit.index in self.modules.needed())
-
-    def write_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The first rank's values of `parameters` win; masters follow where these are new."""
-        wanted = set(parameters)
-        places = [place for p, place in self.parameters.places.items() if p in wanted]
-        self.look_at_writes()
-        for number, place in enumerate(places):
-            slot = self.slot_of.get(place.parameter)
-            parts = [] if slot is None else self.local_parts(slot)
-            before = [parameter.clone() for parameter, _ in parts]
-            self.transport.broadcast(place.flat, op=Op("writeback", bucket=number)).wait()
-            self.parameters.keep(place)
-            for old, (parameter, state) in zip(before, parts, strict=True):
-                reread_master(parameter, state, parameter != old)
-        self.parameters.mark_written_by_us([place.parameter for place in places])
 
     def zero_grad(self) -> None:
         """Every `p.grad` was dropped, or zeroed."""

@@ -49,6 +49,6 @@ def gather(
         if writeback:
             with torch.no_grad():
                 for engine in engines:
-                    engine.write_back(parameters)
+                    engine.masters.write_back(parameters)
                 owned = {p for engine in engines for p in engine.parameters.places}
                 newest.broadcast(dict.fromkeys(p for p in parameters if p not in owned))

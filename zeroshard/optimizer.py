@@ -301,7 +301,7 @@ class AdamW(torch.optim.Optimizer):
                 state_dict = replaced
         check_groups(self.param_groups, state_dict["param_groups"])
         engine = self.engine
-        engine.look_at_writes()  # the model's own load_state_dict must not count as a later write
+        engine.masters.look_at_writes()  # the model's own load_state_dict must not count as a later write
         groups = list(zip(self.param_groups, state_dict["param_groups"], strict=True))
         loaded = {
             engine.slot_of[parameter]: state_dict["state"].get(key, {})
@@ -391,7 +391,7 @@ class AdamW(torch.optim.Optimizer):
 
         Needed after ``p.data.copy_()`` with ``Precision(master="fp32")``; every rank must call it.
         """
-        self.engine.refresh_masters()
+        self.engine.masters.refresh()
 
     def close(self) -> None:
         """Remove every hook and leave plain parameters; gradients are dropped."""

@@ -36,7 +36,9 @@ def state_of(engine: Engine, slot: int) -> dict[str, Any]:
 
 def master_of(engine: Engine, slot: int) -> ShardTensor | None:
     """The slot's fp32 master where it says more than the parameter."""
-    masters = [exact_master(parameter, state) for parameter, state in engine.local_parts(slot)]
+    masters = [
+        exact_master(parameter, state) for parameter, state in engine.masters.local_parts(slot)
+    ]
     if engine.formats[engine.layout.slots[slot].arena].master not in ("split", "fp32"):
         return None
     nothing = torch.empty(0, device=engine.counters.counts.device)
@@ -47,7 +49,7 @@ def master_of(engine: Engine, slot: int) -> ShardTensor | None:
 def _set_master(engine: Engine, slot: int, local: Tensor) -> None:
     """Set the slot's master from this rank's slice of it, [n] fp32."""
     taken = 0
-    for parameter, state in engine.local_parts(slot):
+    for parameter, state in engine.masters.local_parts(slot):
         values = local[taken : taken + parameter.numel()].to(parameter.device, torch.float32)
         restore_master(values, parameter, state)
         taken += parameter.numel()

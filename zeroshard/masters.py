@@ -1,0 +1,72 @@
+"""Masters follow what somebody else writes to parameters. Decides nothing about when."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .layout import Layout
+from .parameters import Parameters
+from .storage import Arena
+from .transport import Op, Transport
+from .update import reread_master
+
+__all__ = ["Masters"]
+
+
+class Masters:
+    """The parameters of one optimizer with the state that must fit them.
+
+    Args:
+        parameters: where they live and who wrote to them.
+        transport: the wire.
+    """
+
+    def __init__(self, parameters: Parameters, transport: Transport) -> None:
+        self.parameters, self.transport = parameters, transport
+
+    def attach(
+        self, layout: Layout, arenas: Sequence[Arena], slot_of: Mapping[nn.Parameter, int]
+    ) -> None:
+        """Serve the slots of a layout."""
+        self.layout, self.arenas, self.slot_of = layout, arenas, slot_of
+
+    def local_parts(self, slot: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """(parameter, state) of each of this rank's runs of a slot."""
+        arena = self.arenas[self.layout.slots[slot].arena]
+        parts = []
+        for run in self.layout.runs_of_slot[slot]:
+            if run.rank == self.transport.rank:
+                stop = run.shard_offset + run.numel
+                state = {k: flat[run.shard_offset : stop] for k, flat in arena.state.items()}
+                parts.append((arena.parameter_run(run), state))
+        return parts
+
+    def look_at_writes(self) -> None:
+        """Take over what was written to parameters up to now."""
+        written = self.parameters.check()
+        self._reread(sorted(self.slot_of[p] for p in written if p in self.slot_of))
+
+    def refresh(self) -> None:
+        """Re-read every master from its parameter."""
+        self._reread(range(len(self.layout.slots)))
+
+    def _reread(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            for parameter, state in self.local_parts(slot):
+                reread_master(parameter, state, torch.ones_like(parameter, dtype=torch.bool))
+
+    def write_back(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The first rank's values of whole `parameters` win; masters follow where these are new."""
+        wanted = set(parameters)
+        places = [place for p, place in self.parameters.places.items() if p in wanted]
+        self.look_at_writes()
+        for number, place in enumerate(places):
+            slot = self.slot_of.get(place.parameter)
+            parts = [] if slot is None else self.local_parts(slot)
+            before = [parameter.clone() for parameter, _ in parts]
+            self.transport.broadcast(place.flat, op=Op("writeback", bucket=number)).wait()
+            self.parameters.keep(place)
+            for old, (parameter, state) in zip(before, parts, strict=True):
+                reread_master(parameter, state, parameter != old)
+        self.parameters.mark_written_by_us([place.parameter for place in places])
