@@ -50,7 +50,8 @@ def test_stage_3_is_stage_2_with_units():
     of_units = {Action.UNSHARD, Action.PREFETCH, Action.IDLE, Action.RESHARD, Action.RESHARD_ALL}
     assert third.actions(Event.GRAD_READY)[-1] is Action.REDUCE
     assert third.actions(Event.ZERO_GRAD) == (Action.FREE_GRADIENTS,)
-    for event in set(Event).difference({Event.GRAD_READY, Event.ZERO_GRAD}):
+    assert third.actions(Event.UNIT_DONE) == (Action.LAUNCH,)
+    for event in set(Event).difference({Event.GRAD_READY, Event.ZERO_GRAD, Event.UNIT_DONE}):
         assert not of_units.intersection(second.actions(event))
         others = [action for action in third.actions(event) if action not in of_units]
         assert others == list(second.actions(event)), event

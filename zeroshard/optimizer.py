@@ -301,7 +301,8 @@ class AdamW(torch.optim.Optimizer):
                 state_dict = replaced
         check_groups(self.param_groups, state_dict["param_groups"])
         engine = self.engine
-        engine.masters.look_at_writes()  # the model's own load_state_dict must not count as a later write
+        # What the model's own load_state_dict wrote must not count as a later write.
+        engine.masters.look_at_writes()
         groups = list(zip(self.param_groups, state_dict["param_groups"], strict=True))
         loaded = {
             engine.slot_of[parameter]: state_dict["state"].get(key, {})
