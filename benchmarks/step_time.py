@@ -168,7 +168,7 @@ def summarise(runs, base):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--systems", default="ddp,zero1,fsdp2,stage1,stage2")
+    parser.add_argument("--systems", default="ddp,zero1,fsdp2,stage1,stage2,stage3")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=14)

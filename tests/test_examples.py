@@ -62,8 +62,9 @@ def compare(tmp_path, *arguments, ranks):
 
 
 def test_two_ranks_compare_the_stages_on_one_loss_curve(tmp_path):
-    ddp, stage1, stage2 = stages = compare(tmp_path, "--accumulate", 2, ranks=2)
-    assert [stage["stage"] for stage in stages] == [0, 1, 2]
+    ddp, stage1, stage2, stage3 = stages = compare(tmp_path, "--accumulate", 2, ranks=2)
+    assert [stage["stage"] for stage in stages] == [0, 1, 2, 3]
+    assert stage1["losses"] == stage2["losses"] == stage3["losses"]
     for stage in stages:
         assert stage["world_size"] == 2
         assert len(stage["losses"]) == 12
@@ -74,9 +75,12 @@ def test_two_ranks_compare_the_stages_on_one_loss_curve(tmp_path):
     parameters = ddp["nbytes"]["parameters"]
     assert ddp["nbytes"]["gradients"] == parameters
     assert ddp["nbytes"]["moments"] == 2 * parameters
-    for stage in (stage1, stage2):  # halves, and slots padded to 256 elements
+    for stage in (stage1, stage2, stage3):  # halves, and slots padded to 256 elements
         assert 1.0 <= stage["nbytes"]["moments"] / parameters < 1.1
-    assert 0.5 <= stage2["nbytes"]["gradients"] / parameters < 0.55
+    for stage in (stage2, stage3):
+        assert 0.5 <= stage["nbytes"]["gradients"] / parameters < 0.55
+    assert stage2["nbytes"]["parameters"] / parameters < 1.1
+    assert 0.5 <= stage3["nbytes"]["parameters"] / parameters < 0.6
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -85,6 +89,18 @@ def test_a_world_of_one_trains_as_plain_adamw_does(tmp_path):
     for stage in others:
         assert stage["losses"] == adamw["losses"]
         assert stage["validation_after"] == adamw["validation_after"]
+
+
+def test_four_ranks_train_as_two_replicas_of_two_shards(tmp_path):
+    for stage in (2, 3):
+        arguments = ("--stage", stage, "--mesh", "2x2", "--out", tmp_path / str(stage))
+        finetune(*arguments, *TINY, "--steps", 4, ranks=4)
+    two, three = (
+        json.loads((tmp_path / str(stage) / "results.json").read_text())["stages"][0]
+        for stage in (2, 3)
+    )
+    assert two["losses"] == three["losses"]
+    assert two["validation_after"] < two["validation_before"]
 
 
 def test_bf16_trains_on_a_corpus_of_ones_own(tmp_path):
@@ -240,6 +256,8 @@ def test_a_missing_package_is_named_with_the_command(examples, monkeypatch, tmp_
         (["--width", "100"], "--width must be a multiple of 64, got 100"),
         (["--corpus", "nowhere.txt"], "there is no file nowhere.txt"),
         (["--model", "nowhere"], "there is no nowhere"),
+        (["--mesh", "2x3"], "--mesh 2x3 is for 6 ranks, got 1"),
+        (["--mesh", "two"], "argument --mesh: invalid mesh_of value: 'two'"),
     ],
 )
 def test_wrong_options_are_refused(examples, capsys, arguments, message):

@@ -105,7 +105,6 @@ class Sharding:
         """Take over an arena, which is whole, and what lives in it."""
         (unit,) = (unit for unit in self.units if unit.name == arena.plan.unit)
         self.unshard(unit)
-        arena.is_reached = unit.is_lookup
         self._holders[arena] = arena.num_holders
         unit.arenas.append((arena, FROZEN if is_frozen else TRAINED))
         for place in places:
@@ -130,7 +129,7 @@ class Sharding:
         """A unit is needed: make it whole, and free what another one left."""
         unit = self.units[index]
         in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward:
+        if in_backward or unit.is_lookup:
             for arena, _ in unit.arenas:
                 arena.is_reached = True
         self.order.enter(index, in_backward)
@@ -254,7 +253,7 @@ class Sharding:
             if unit.index not in needed:
                 self.reshard(unit)
             for arena, _ in unit.arenas:
-                arena.is_reached = unit.is_lookup
+                arena.is_reached = arena.is_reached and unit.is_lookup
 
     def unshard_all(self) -> None:
         """Make every unit whole, for good: they are forgotten."""

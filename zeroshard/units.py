@@ -41,7 +41,7 @@ def plan_units(model: nn.Module, choice: Sequence[type[nn.Module] | str] | None)
         choice: module classes, class names or names of modules. None: elements of every outermost
             ModuleList of two or more modules of one class (and modules that the model lists in
             `_no_split_modules`, as transformers' models do); the embeddings and the untied output
-            head outside of these.
+            head outside of these, unless they are a tenth of the largest unit or less.
 
     Raises:
         ConfigError: an entry of `choice` that names nothing.
@@ -131,13 +131,20 @@ def _discover(model: nn.Module) -> dict[str, nn.Module]:
         for parameter in module._parameters.values():
             if parameter is not None:
                 users[parameter] = users.get(parameter, 0) + 1
+    # Not worth a gather of its own: a table of positions, say.
+    little = max((_numel(module) for module in found.values()), default=0) / 10
     rows = {m.num_embeddings for m in outside.values() if isinstance(m, nn.Embedding)}
     for path, module in outside.items():
         if isinstance(module, nn.Linear) and module.out_features not in rows:
             continue
-        if isinstance(module, (nn.Embedding, nn.Linear)) and users[module.weight] == 1:
+        is_table = isinstance(module, (nn.Embedding, nn.Linear)) and users[module.weight] == 1
+        if is_table and _numel(module) >= little:
             found[path] = module
     return {path: module for path, module in model.named_modules() if path in found}
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _repeats(modules: Sequence[nn.Module]) -> bool:
