@@ -245,9 +245,9 @@ class ModuleHooks:
         uses = self._in_backward.setdefault(unit, [])
         if use not in uses:
             use.task = torch._C._current_graph_task_id()
+            uses.append(use)
             self._leave_ended(use.task, use.ended)
             self._tell_done()
-            self._in_backward.setdefault(unit, uses).append(use)
             self.raise_event(Event.PRE_BACKWARD, unit)
 
     def _leave_ended(self, task: int, ended: int | None = None) -> None:

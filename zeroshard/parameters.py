@@ -198,6 +198,15 @@ class Parameters:
         Raises:
             ConfigError: see `check`.
         """
+        touched = []
+        for place in places:  # at every use of a unit, so in one pass
+            parameter = place.parameter
+            if parameter.data_ptr() != place.data_ptr or parameter._version != place.version:
+                touched.append(place)
+        if touched:
+            self._take_over(touched)
+
+    def _take_over(self, places: Iterable[Place]) -> None:
         moved = [place for place in places if place.parameter.data_ptr() != place.data_ptr]
         for place in moved:
             _check_kind(place)
@@ -221,9 +230,12 @@ class Parameters:
     def check_placeholders(self, arena: Arena, places: Iterable[Place]) -> None:
         """Raise if a placeholder was written to, past every version counter; on a CPU.
 
-        Elsewhere the host would have to wait; there such a write is gone at the next use.
+        Elsewhere the host would have to wait; there such a write is gone from here on.
         """
-        if arena.device.type != "cpu" or bool(arena.placeholders.isnan().all()):
+        if arena.device.type != "cpu":
+            arena.placeholders.fill_(torch.nan)
+            return
+        if bool(arena.placeholders.isnan().all()):
             return
         written = (~arena.placeholders.isnan()).tolist()
         arena.placeholders.fill_(torch.nan)

@@ -95,6 +95,8 @@ class Arena:
 
     def contains(self, tensor: Tensor) -> bool:
         """Whether a tensor shares memory with the whole parameters."""
+        if tensor.layout != torch.strided:
+            return False
         return 0 <= tensor.data_ptr() - self.storage.data_ptr() < self.storage.nbytes()
 
     def allocate_whole(self) -> None:
@@ -104,7 +106,6 @@ class Arena:
     def free_whole(self) -> None:
         """Free the whole parameters; views of them must not be read until they are back."""
         self.is_whole = False
-        self.placeholders.fill_(torch.nan)
         self.storage.resize_(0)
 
     def leave_whole(self) -> None:

@@ -169,8 +169,8 @@ class Works(Pending):
     def wait(self) -> None:
         """Block until all handles are done."""
         works, self.works = self.works, []
-        for work in works:
-            with named(self.op):
+        with named(self.op):
+            for work in works:
                 work.wait()
 
 

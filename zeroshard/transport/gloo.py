@@ -75,7 +75,7 @@ class Gloo(Collective):
         return arrivals
 
     def gather(self, bucket: Tensor, shard: Tensor, *, op: Op) -> Pending:
-        shards = bucket.split(shard.numel())
+        shards = bucket.chunk(self.world_size)
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         tag = _tag(self.instance, op, 0)
         with named(op):
