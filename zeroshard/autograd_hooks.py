@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 
 __all__ = ["AutogradHooks"]
 
@@ -40,7 +41,7 @@ class AutogradHooks:
         # those that run after accumulation.
         self.listener = weakref.ref(listener)
         self.handles: list[Any] = []
-        self.nodes: list[Any] = []  # which accumulate the gradients
+        self.parameters: list[weakref.ref[nn.Parameter]] = []
         self.task = -1  # the graph task that was looked at last
         self.saw_nested = False  # a backward inside of the one under way
 
@@ -50,7 +51,7 @@ class AutogradHooks:
         assert listener is not None
         if parameter.dtype != torch.float32:
             parameter.grad_dtype = None  # a 16-bit parameter may have an fp32 gradient
-        self.nodes.append(torch.autograd.graph.get_gradient_edge(parameter).node)
+        self.parameters.append(weakref.ref(parameter))
         self.handles += [
             parameter.register_hook(partial(_before, listener, slot)),
             parameter.register_post_accumulate_grad_hook(partial(_after, self.listener, slot)),
@@ -61,12 +62,17 @@ class AutogradHooks:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        self.nodes.clear()
+        self.parameters.clear()
 
     def will_accumulate(self) -> bool:
         """Whether the graph task under way leads to any `p.grad`; not so torch.autograd.grad."""
+        known = (reference() for reference in self.parameters)
         try:
-            return any(map(torch._C._will_engine_execute_node, self.nodes))
+            return any(
+                torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+                for parameter in known
+                if parameter is not None and parameter.requires_grad
+            )
         except RuntimeError:  # it is asked for the gradient of a parameter
             return False
 

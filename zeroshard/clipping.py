@@ -36,7 +36,7 @@ class GradientNorms:
     def __init__(self, layout: Layout, arenas: Sequence[Arena], transport: Transport) -> None:
         self.layout, self.arenas, self.transport = layout, list(arenas), transport
         self._key: tuple[object, ...] | None = None
-        self._norms = torch.empty(0)
+        self._norms = torch.empty(0, dtype=torch.float32)
         self._lengths: list[Tensor] = []  # for each arena: blocks of each slot
 
     def _make_tables(self) -> None:
@@ -110,7 +110,7 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 def check_finite(arenas: Sequence[Arena]) -> Tensor:
     """[1] fp32: 1 if any gradient shard on this rank holds an Inf or a NaN. One pass over them."""
     shards = [arena.gradients for arena in arenas if arena.gradients is not None]
-    found = torch.zeros(1, device=shards[0].device)
+    found = torch.zeros(1, dtype=torch.float32, device=shards[0].device)
     torch._amp_foreach_non_finite_check_and_unscale_(shards, found, torch.ones_like(found))
     return found
 

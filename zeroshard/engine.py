@@ -188,7 +188,7 @@ class Engine:
     @torch.no_grad()
     def _at_module(self, event: Event, unit: int) -> None:
         if event is Event.PRE_BACKWARD:
-            self.gradients.come_to_unit()
+            self.gradients.come_to_unit(again=self.modules.was_done(unit))
         self._execute(event, unit)
 
     def _unshard(self, unit: int) -> None:

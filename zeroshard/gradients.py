@@ -68,6 +68,7 @@ class Gradients:
         self._task: int | None = None
         self._flags_are_valid = True
         self._checked_versions: list[int] = []
+        self._may_be_late = False
         self.attach(plan_layout((), world_size=transport.world_size), [], [], [])
 
     def attach(
@@ -159,12 +160,16 @@ class Gradients:
         while backward.waiting and backward.missing[backward.waiting[0]] == 0:
             self.on_ready(backward.waiting.popleft())
 
-    def come_to_unit(self) -> None:
+    def come_to_unit(self, *, again: bool) -> None:
         """Backward has come to a unit: if it will accumulate gradients, it has begun.
 
         Even where this rank has no gradient yet, others may launch a reduction before the next.
+
+        Args:
+            again: after its buckets were launched, so that gradients may come too late for these.
         """
         self.hooks.call_at_end()
+        self._may_be_late |= again
         if self.synchronise and self.backward is None and self.hooks.will_accumulate():
             self._begin(self._task)
 
@@ -289,7 +294,7 @@ class Gradients:
             # launched it, and wait for it before it says anything else.
             for bucket in backward.waiting:
                 self.on_ready(bucket)
-            may_be_late = self.hooks.saw_nested
+            may_be_late = self.hooks.saw_nested or self._may_be_late
             used, late = backward.agree_on_use(self.transport, self.device, may_be_late)
             if any(late):
                 self._second_round(backward, late)
@@ -298,6 +303,7 @@ class Gradients:
                 self.order = backward.agree_on_order(self.transport, self.device)
         finally:
             self.backward = None
+            self._may_be_late = False
         for slot, is_used in enumerate(used):
             if is_used:
                 self.aside.pop(slot, None)

@@ -6,13 +6,14 @@ parameters, where that is called by itself (`model.encoder(x)`, `model.embed_tok
 
 import dataclasses
 import sys
-import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import ConfigError
 from .schedule import Event
@@ -87,6 +88,8 @@ class _Use:
         self.error = sys.exc_info()[1]  # of the caller, who may be handling one
         self.inputs: list[tuple[Tensor, int]] = []  # with their versions
         self.began, self.ended = began, began
+        self.depth = 0  # of calls by itself
+        self.epoch = -1  # in which it was counted
         self.task = -1  # the graph task of the backward that is inside of it
 
     def take_changed_inputs(self) -> list[Tensor]:
@@ -114,29 +117,36 @@ class ModuleHooks:
         self.raise_event, self.may_copy = raise_event, may_copy
         self.is_parameter = is_parameter
         self.handles: list[Any] = []
+        self.after_ids: dict[nn.Module, int] = {}  # of our hooks after forward
         self.lookups: set[int] = set()  # units whose backward needs none of their parameters
         self._inside: dict[int, _Use] = {}  # by unit
-        # By unit: those that backward may still come to, as long as their graph lives.
-        self._open: dict[int, weakref.WeakSet[_Use]] = {}
+        # By unit: how often backward may still come to it. No more than a number, for all ranks
+        # must count alike, whatever graphs each of them keeps alive.
+        self._open: Counter[int] = Counter()
         self._in_backward: dict[int, list[_Use]] = {}  # by unit
-        self._done: set[int] = set()  # units that backward has left for good
+        self._done: set[int] = set()  # units that backward has left, as it seems for good
+        self._told: set[int] = set()  # those of which that was said
+        # Who gave out a tensor, in which version: the last one comes first in backward.
+        self._givers = WeakTensorKeyDictionary()
         self._outermost: nn.Module | None = None
         self._clock = 0
+        self._epoch = 0  # backwards so far
         self.graph_is_kept = False  # by the backward under way
 
     def attach(self, module: nn.Module, unit: int) -> None:
         """Watch one module of a unit."""
         before, after = _Before(self, unit), _After(self, unit)
-        self.handles += [
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(after, always_call=True),
-        ]
+        last = module.register_forward_hook(after, always_call=True)
+        self.after_ids[module] = last.id
+        first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        self.handles += [first, last]
 
     def detach(self) -> None:
         """Remove every hook."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+        self.after_ids.clear()
         self.forget()
 
     def forget(self) -> None:
@@ -145,6 +155,7 @@ class ModuleHooks:
         self._open.clear()
         self._in_backward.clear()
         self._done.clear()
+        self._told.clear()
         self._outermost = None
         self.graph_is_kept = False
 
@@ -160,7 +171,13 @@ class ModuleHooks:
         self._open.clear()
         self._in_backward.clear()
         self._done.clear()
+        self._told.clear()
+        self._epoch += 1
         return kept
+
+    def was_done(self, unit: int) -> bool:
+        """Whether the backward under way seemed to have left a unit for good before."""
+        return unit in self._told
 
     @property
     def is_inside(self) -> bool:
@@ -177,6 +194,7 @@ class ModuleHooks:
         """A module is about to run."""
         if unit in self._inside and self._inside[unit].module is not module:
             return
+        _run_last(module, self.after_ids.get(module))
         task = torch._C._current_graph_task_id()
         if task != NO_BACKWARD and unit in self._in_backward:
             return  # a recomputation of what backward is inside of
@@ -184,6 +202,9 @@ class ModuleHooks:
             self._outermost = module
             self._inside.clear()  # what an error left
             self._in_backward.clear()
+        if unit in self._inside:
+            self._inside[unit].depth += 1  # the module calls itself
+            return
         if task != NO_BACKWARD:
             self._leave_ended(task)
             self._tell_done()
@@ -196,6 +217,9 @@ class ModuleHooks:
     def after(self, unit: int, module: nn.Module, output: Any) -> None:
         """A module has run, or raised."""
         if unit not in self._inside or self._inside[unit].module is not module:
+            return
+        if self._inside[unit].depth > 0:
+            self._inside[unit].depth -= 1
             return
         use = self._inside.pop(unit)
         self._clock += 1
@@ -222,11 +246,24 @@ class ModuleHooks:
     def _watch_outputs(self, unit: int, use: _Use, tensors: list[Tensor]) -> bool:
         """Notice when backward reaches one of `tensors`; whether it can."""
         watched = [t for t in tensors if t.requires_grad]
+        if watched and unit not in self.lookups:
+            self._open[unit] += 1
+            use.epoch = self._epoch
         for tensor in watched if unit not in self.lookups else ():
-            if tensor.grad_fn is not None:
-                tensor.register_hook(partial(self._enter_backward, unit, use))
-                self._open.setdefault(unit, weakref.WeakSet()).add(use)
+            if tensor.grad_fn is None:
+                continue
+            version, givers = self._givers.get(tensor, (-1, []))
+            if version != tensor._version:
+                givers = []
+                self._givers[tensor] = (tensor._version, givers)
+                tensor.register_hook(partial(self._reach, givers))
+            givers.append((unit, use))
         return bool(watched)
+
+    def _reach(self, givers: list[tuple[int, _Use]], _: Tensor) -> None:
+        """Backward has come to a tensor that these uses of units gave out."""
+        for unit, use in reversed(givers):
+            self._enter_backward(unit, use)
 
     def _watch_inputs(self, unit: int, use: _Use, inputs: Any) -> None:
         """Notice when the gradient of an input is done, and which inputs are written to.
@@ -240,7 +277,7 @@ class ModuleHooks:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(partial(self._leave_backward, unit, use))
 
-    def _enter_backward(self, unit: int, use: _Use, _: Tensor) -> None:
+    def _enter_backward(self, unit: int, use: _Use) -> None:
         self.graph_is_kept = torch.is_grad_enabled()
         uses = self._in_backward.setdefault(unit, [])
         if use not in uses:
@@ -267,10 +304,12 @@ class ModuleHooks:
         if use not in uses or self.graph_is_kept:
             return
         uses.remove(use)
-        self._open.setdefault(unit, weakref.WeakSet()).discard(use)
+        if use.epoch == self._epoch:
+            self._open[unit] -= 1
+            use.epoch = -1
         if not uses:
             del self._in_backward[unit]
-            if not self._open.get(unit):
+            if self._open[unit] <= 0:
                 self._done.add(unit)
             self.raise_event(Event.POST_BACKWARD, unit)
 
@@ -282,7 +321,15 @@ class ModuleHooks:
         """
         done, self._done = self._done, set()
         for unit in sorted(done, reverse=True):
+            self._told.add(unit)
             self.raise_event(Event.UNIT_DONE, unit)
+
+
+def _run_last(module: nn.Module, hook: int | None) -> None:
+    """See to it that our hook runs behind the user's, for whom the parameters are still whole."""
+    hooks = module._forward_hooks
+    if hook is not None and hook in hooks and next(reversed(hooks)) != hook:
+        hooks[hook] = hooks.pop(hook)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -366,7 +366,7 @@ class AdamW(torch.optim.Optimizer):
         engine.gradients.close()
         used, _ = engine.gradients.collect()
         if not used:
-            return torch.zeros((), device=engine.counters.counts.device)
+            return torch.zeros((), dtype=torch.float32, device=engine.counters.counts.device)
         norm = engine.grad_norm(used, float(norm_type))
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise GradientError(

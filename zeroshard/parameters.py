@@ -116,6 +116,11 @@ class Place:
         return self.slot.spec.name
 
     @property
+    def is_hidden(self) -> bool:
+        """Whether the parameter should be its placeholder."""
+        return self.placeholder is not None and self.data_ptr == self.placeholder_ptr
+
+    @property
     def flat(self) -> Tensor:
         """[slot.numel] of the arena's whole parameters."""
         return self.arena.parameters[self.slot.offset : self.slot.offset + self.slot.numel]
@@ -217,7 +222,7 @@ class Parameters:
             version = place.parameter._version
             if version != place.version:
                 place.version = version
-                if place.arena.is_whole:
+                if not place.is_hidden:
                     self.keep(place)
                     self._written[place.parameter] = None
                 else:
@@ -245,7 +250,7 @@ class Parameters:
     def _take_data(self, place: Place) -> None:
         """Take over what the user pointed a parameter's `.data` at."""
         data = place.parameter.data
-        if place.arena.is_whole:
+        if not place.is_hidden:
             place.view.copy_(data)
             place.show()
             self.keep(place)
@@ -255,13 +260,16 @@ class Parameters:
                 raise ConfigError(_written_while_sharded([place.name]))
             local = place.slices.cut(place.slices.flatten(data), self.rank)
             self.shard_of(place).copy_(local)
+            if place.arena.is_whole:
+                place.view.copy_(data)
             self._renew_placeholders(place.arena)
             place.hide()
         self._written[place.parameter] = None
 
     def _renew_placeholders(self, arena: Arena) -> None:
         """Make new ones: who swapped `.data` holds an old one, and must not swap it back."""
-        arena.placeholders = arena.placeholders.clone()
+        with torch.inference_mode(False):
+            arena.placeholders = arena.placeholders.clone()
         for place in self.places.values():
             if place.arena is arena:
                 is_hidden = place.parameter.data_ptr() == place.placeholder_ptr

@@ -50,8 +50,8 @@ class Reducer:
         self.layout, self.wires = layout, wires
         arenas = self.shards.arenas
         device = arenas[0].device if arenas else torch.device("cpu")
-        self.flags = torch.zeros(len(layout.buckets), device=device)
-        self.inv_scale = torch.full((1,), self.scale, device=device)
+        self.flags = torch.zeros(len(layout.buckets), dtype=torch.float32, device=device)
+        self.inv_scale = torch.full((1,), self.scale, dtype=torch.float32, device=device)
         self.segments = [
             layout.segments(bucket.index, self.transport.direct_numel) for bucket in layout.buckets
         ]

@@ -26,7 +26,8 @@ class Unit:
 
     Attributes:
         is_allocated: whether there is memory for its whole parameters.
-        is_whole: whether all of them can be read.
+        is_whole: whether all of them are there.
+        is_shown: whether the parameters are views of them.
         is_lookup: whether its backward reads no parameter.
         pending: gathers under way.
         pins: how many `zeroshard.gather` contexts hold it.
@@ -38,7 +39,7 @@ class Unit:
         self.arenas: list[tuple[Arena, int]] = []  # with its channel
         self.places: list[Place] = []
         self.pending: list[Pending] = []
-        self.is_whole = self.is_allocated = True
+        self.is_whole = self.is_allocated = self.is_shown = True
         self.is_lookup = is_lookup
         self.pins = 0
         self.gathers = 0
@@ -105,6 +106,7 @@ class Sharding:
         """Take over an arena, which is whole, and what lives in it."""
         (unit,) = (unit for unit in self.units if unit.name == arena.plan.unit)
         self.unshard(unit)
+        self._show(unit)
         self._holders[arena] = arena.num_holders
         unit.arenas.append((arena, FROZEN if is_frozen else TRAINED))
         for place in places:
@@ -116,6 +118,7 @@ class Sharding:
         wanted = set(parameters)
         for unit in self.units_of(wanted):
             self.unshard(unit)
+            self._show(unit)
             gone = [place for place in unit.places if place.parameter in wanted]
             self.parameters.release(place.parameter for place in gone)
             unit.drop(gone)
@@ -135,9 +138,11 @@ class Sharding:
         self.order.enter(index, in_backward)
         if not unit.is_whole:
             self._make_room(unit)
-        elif self._idle is unit:
-            self._idle = None
+        else:
+            self._idle = None if self._idle is unit else self._idle
+            self._ahead = None if self._ahead is unit else self._ahead
         self.unshard(unit)
+        self._show(unit)
 
     def _make_room(self, unit: Unit) -> None:
         for other in (self._idle, self._ahead):
@@ -164,6 +169,9 @@ class Sharding:
         if self._idle is not None and self._idle is not unit:
             self.reshard(self._idle)
         self._idle = unit
+        if not unit.pins:  # what is read from now on may be freed before it is used
+            self.parameters.settle(unit.places)
+            self._hide(unit)
 
     # --- whole or not
 
@@ -206,9 +214,20 @@ class Sharding:
             self._drain(unit)
             for arena, _ in unit.arenas:
                 arena.is_whole = True
+            unit.is_whole = True
+            self._show(unit)
+
+    def _show(self, unit: Unit) -> None:
+        if not unit.is_shown:
+            unit.is_shown = True
             for place in unit.places:
                 place.show()
-            unit.is_whole = True
+
+    def _hide(self, unit: Unit) -> None:
+        if unit.is_shown:
+            unit.is_shown = False
+            for place in unit.places:
+                place.hide()
 
     def _drain(self, unit: Unit) -> None:
         while unit.pending:
@@ -228,8 +247,7 @@ class Sharding:
     def _free(self, unit: Unit) -> None:
         """Free a unit's memory, which nobody reads but autograd, after it is back."""
         unit.is_whole = unit.is_allocated = False
-        for place in unit.places:
-            place.hide()
+        self._hide(unit)
         for arena, _ in unit.arenas:
             if arena.is_borrowed:
                 self._leave(unit, arena)
@@ -238,9 +256,10 @@ class Sharding:
     def _leave(self, unit: Unit, arena: Arena) -> None:
         """Leave an arena's memory to others, who share it, and use another one from now on."""
         arena.leave_whole()
-        for place in unit.places:
-            if place.arena is arena:
-                place.renew_view()
+        with torch.inference_mode(False):
+            for place in unit.places:
+                if place.arena is arena:
+                    place.renew_view()
 
     def reshard_all(self, needed: Collection[int] = ()) -> None:
         """Free every unit that is neither pinned nor in `needed` (indices).
@@ -259,6 +278,7 @@ class Sharding:
         """Make every unit whole, for good: they are forgotten."""
         for unit in self.units:
             self.unshard(unit)
+            self._show(unit)
             unit.drop(unit.places)
         self.units.clear()
         self._unit_of.clear()
@@ -294,6 +314,7 @@ class Sharding:
     def pin(self, unit: Unit) -> None:
         """Make a unit whole and keep it so until it is unpinned as often."""
         self.unshard(unit)
+        self._show(unit)
         unit.pins += 1
 
     def unpin(self, unit: Unit, *, is_needed: bool) -> None:

@@ -41,7 +41,7 @@ def master_of(engine: Engine, slot: int) -> ShardTensor | None:
     ]
     if engine.formats[engine.layout.slots[slot].arena].master not in ("split", "fp32"):
         return None
-    nothing = torch.empty(0, device=engine.counters.counts.device)
+    nothing = torch.empty(0, dtype=torch.float32, device=engine.counters.counts.device)
     local = torch.cat([nothing, *(master for master in masters if master is not None)])
     return ShardTensor(local, engine.gradients.shards.slices[slot], engine.transport)
 

@@ -110,7 +110,8 @@ class Arena:
 
     def leave_whole(self) -> None:
         """Leave the whole parameters to those who hold views of them; go on in other memory."""
-        self.parameters = torch.empty_like(self.parameters)
+        with torch.inference_mode(False):
+            self.parameters = torch.empty_like(self.parameters)
         self.storage = self.parameters.untyped_storage()
 
     @property

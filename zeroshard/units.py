@@ -4,7 +4,7 @@ A unit is a module whose parameters live and die together; parameters outside of
 those that several units use, belong to the root unit.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -135,12 +135,19 @@ def _discover(model: nn.Module) -> dict[str, nn.Module]:
     little = max((_numel(module) for module in found.values()), default=0) / 10
     rows = {m.num_embeddings for m in outside.values() if isinstance(m, nn.Embedding)}
     for path, module in outside.items():
-        if isinstance(module, nn.Linear) and module.out_features not in rows:
+        if type(module) is nn.Linear and module.out_features not in rows:
             continue
-        is_table = isinstance(module, (nn.Embedding, nn.Linear)) and users[module.weight] == 1
-        if is_table and _numel(module) >= little:
+        if _is_own_table(module, users) and _numel(module) >= little:
             found[path] = module
     return {path: module for path, module in model.named_modules() if path in found}
+
+
+def _is_own_table(module: nn.Module, users: Mapping[Tensor, int]) -> bool:
+    """Whether this is an embedding or a head that shares its weight with nobody."""
+    # No subclass of Linear: that of nn.MultiheadAttention is never called.
+    if isinstance(module, nn.Embedding) or type(module) is nn.Linear:
+        return users[module.weight] == 1
+    return False
 
 
 def _numel(module: nn.Module) -> int:

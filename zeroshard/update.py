@@ -85,13 +85,13 @@ class StepCounters:
     """
 
     def __init__(self) -> None:
-        self.counts = torch.empty(0)
+        self.counts = torch.empty(0, dtype=torch.float32)
         self.views: list[Tensor] = []
 
     def extend(self, num_slots: int, device: torch.device) -> None:
         """Make room for `num_slots` in all; the views that were handed out stay valid."""
         known = len(self.views)
-        counts = torch.zeros(num_slots, device=device)
+        counts = torch.zeros(num_slots, dtype=torch.float32, device=device)
         counts[:known].copy_(self.counts)
         self.counts = counts
         for slot, view in enumerate(self.views):
@@ -100,7 +100,7 @@ class StepCounters:
 
     def advance(self, used: Sequence[int], found_inf: Tensor | None) -> None:
         """Count an update of the slots `used`, unless `found_inf` [1] says that it is skipped."""
-        advance = torch.ones(1, device=self.counts.device) if found_inf is None else 1 - found_inf
+        advance = torch.ones_like(self.counts[:1]) if found_inf is None else 1 - found_inf
         if len(used) == len(self.views):
             self.counts.add_(advance)
         else:
@@ -226,7 +226,7 @@ class Master:
 
 
 def _load_split(high: Tensor, state: dict[str, Tensor]) -> Tensor:
-    master = torch.empty(high.numel(), device=high.device)
+    master = torch.empty(high.numel(), dtype=torch.float32, device=high.device)
     join_master(high, state["remainder"], master)
     return master
 
