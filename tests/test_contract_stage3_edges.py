@@ -1,5 +1,7 @@
 """Stage 3 where ranks differ inside of units, and where modules do unusual things."""
 
+import warnings
+
 import pytest
 import torch
 from models import assert_same, weights
@@ -242,5 +244,25 @@ def test_an_attention_in_the_root_is_no_head_though_its_sizes_are():
             return weights(model)
 
         assert_same(play(3), play(1), "attention")
+
+    run(body, 2)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the model", "each block"])
+def test_a_compiled_model_trains_alike(whole):
+    """pytorch#115484: with the eager backend the graphs are broken, and nothing else changes."""
+
+    def body(rank, world_size):
+        warnings.simplefilter("ignore")  # those of the tracer about what it looks at
+
+        def play(stage, *, compiled):
+            model, optimizer = of_stage(stage)
+            if compiled and whole:
+                model.compile(backend="eager")
+            for block in model.blocks if compiled and not whole else ():
+                block.compile(backend="eager")
+            return trained(model, optimizer, rank)
+
+        assert_same(play(3, compiled=True), play(1, compiled=False), "compiled")
 
     run(body, 2)

@@ -14,7 +14,7 @@ LAYERS = [
     ["errors"],
     ["config", "param_groups"],
     ["layout", "formats", "schedule", "boxes", "units"],
-    ["transport", "triton_kernels", "storage", "wrappers"],
+    ["transport", "triton_kernels", "storage", "wrappers", "walk"],
     ["shard_reductions"],
     ["shard_tensor"],
     ["update", "clipping", "parameters", "modules"],

@@ -188,7 +188,7 @@ class Engine:
     @torch.no_grad()
     def _at_module(self, event: Event, unit: int) -> None:
         if event is Event.PRE_BACKWARD:
-            self.gradients.come_to_unit(again=self.modules.was_done(unit))
+            self.gradients.come_to_unit(again=self.modules.walk.was_done(unit))
         self._execute(event, unit)
 
     def _unshard(self, unit: int) -> None:
@@ -362,7 +362,7 @@ class Engine:
         """End what an error left under way: reductions, gathers, units that are whole."""
         self.gradients.abandon()
         self.gradients.drop_set_aside()
-        if self.modules.is_inside and torch._C._current_graph_task_id() == -1:
+        if self.modules.needed() and torch._C._current_graph_task_id() == -1:
             self.modules.forget()
             self.sharding.reshard_all()
 

@@ -6,22 +6,20 @@ parameters, where that is called by itself (`model.encoder(x)`, `model.embed_tok
 
 import dataclasses
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import ConfigError
 from .schedule import Event
+from .walk import NO_BACKWARD, BackwardWalk, Use
 
 __all__ = ["ModuleHooks", "OwnHook", "refuse_copies"]
-
-
-NO_BACKWARD = -1  # torch's id of no graph task
 
 
 class OwnHook:
@@ -67,6 +65,7 @@ class _Before(OwnHook):
         super().__init__(hooks.may_copy, unit)
         self.hooks = hooks
 
+    @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.hooks.before(self.unit, module, args, kwargs)
 
@@ -76,27 +75,9 @@ class _After(OwnHook):
         super().__init__(hooks.may_copy, unit)
         self.hooks = hooks
 
+    @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self.hooks.after(self.unit, module, output)
-
-
-class _Use:
-    """One forward of a unit, and the backward through it."""
-
-    def __init__(self, module: nn.Module, began: int) -> None:
-        self.module = module
-        self.error = sys.exc_info()[1]  # of the caller, who may be handling one
-        self.inputs: list[tuple[Tensor, int]] = []  # with their versions
-        self.began, self.ended = began, began
-        self.depth = 0  # of calls by itself
-        self.epoch = -1  # in which it was counted
-        self.task = -1  # the graph task of the backward that is inside of it
-
-    def take_changed_inputs(self) -> list[Tensor]:
-        """Inputs that were written to in place, which makes them outputs."""
-        changed = [tensor for tensor, version in self.inputs if tensor._version != version]
-        self.inputs.clear()
-        return changed
 
 
 class ModuleHooks:
@@ -119,19 +100,12 @@ class ModuleHooks:
         self.handles: list[Any] = []
         self.after_ids: dict[nn.Module, int] = {}  # of our hooks after forward
         self.lookups: set[int] = set()  # units whose backward needs none of their parameters
-        self._inside: dict[int, _Use] = {}  # by unit
-        # By unit: how often backward may still come to it. No more than a number, for all ranks
-        # must count alike, whatever graphs each of them keeps alive.
-        self._open: Counter[int] = Counter()
-        self._in_backward: dict[int, list[_Use]] = {}  # by unit
-        self._done: set[int] = set()  # units that backward has left, as it seems for good
-        self._told: set[int] = set()  # those of which that was said
+        self.walk = BackwardWalk(raise_event)
+        self._inside: dict[int, Use] = {}  # by unit: forwards that have begun and not ended
         # Who gave out a tensor, in which version: the last one comes first in backward.
         self._givers = WeakTensorKeyDictionary()
         self._outermost: nn.Module | None = None
         self._clock = 0
-        self._epoch = 0  # backwards so far
-        self.graph_is_kept = False  # by the backward under way
 
     def attach(self, module: nn.Module, unit: int) -> None:
         """Watch one module of a unit."""
@@ -152,41 +126,16 @@ class ModuleHooks:
     def forget(self) -> None:
         """Nobody is inside of anything: an error ended what was under way."""
         self._inside.clear()
-        self._open.clear()
-        self._in_backward.clear()
-        self._done.clear()
-        self._told.clear()
         self._outermost = None
-        self.graph_is_kept = False
+        self.walk.forget()
 
     def backward_ended(self) -> set[int]:
-        """The outermost backward is over; the units that are needed all the same.
-
-        These are units that a forward is inside of, and all that a backward with
-        create_graph=True went through: the graph that it made reads their parameters.
-        """
-        kept = set(self._inside)
-        if self.graph_is_kept:
-            kept.update(self._in_backward)
-        self._open.clear()
-        self._in_backward.clear()
-        self._done.clear()
-        self._told.clear()
-        self._epoch += 1
-        return kept
-
-    def was_done(self, unit: int) -> bool:
-        """Whether the backward under way seemed to have left a unit for good before."""
-        return unit in self._told
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether a forward or a backward has begun and not ended, or ended by an error."""
-        return bool(self._inside or self._in_backward)
+        """The outermost backward is over; the units that are needed all the same."""
+        return {*self._inside, *self.walk.end()}
 
     def needed(self) -> set[int]:
-        """Units that a forward or backward is inside of."""
-        return {*self._inside, *self._in_backward}
+        """Units that a forward or a backward is inside of, or was when an error ended it."""
+        return {*self._inside, *self.walk.inside}
 
     # --- forward
 
@@ -196,20 +145,19 @@ class ModuleHooks:
             return
         _run_last(module, self.after_ids.get(module))
         task = torch._C._current_graph_task_id()
-        if task != NO_BACKWARD and unit in self._in_backward:
+        if task != NO_BACKWARD and unit in self.walk.inside:
             return  # a recomputation of what backward is inside of
         if task == NO_BACKWARD and self._outermost in (None, module):
             self._outermost = module
             self._inside.clear()  # what an error left
-            self._in_backward.clear()
+            self.walk.inside.clear()
         if unit in self._inside:
             self._inside[unit].depth += 1  # the module calls itself
             return
         if task != NO_BACKWARD:
-            self._leave_ended(task)
-            self._tell_done()
+            self.walk.come_to(task)
         self._clock += 1
-        use = self._inside[unit] = _Use(module, self._clock)
+        use = self._inside[unit] = Use(module, self._clock)
         self.raise_event(Event.PRE_FORWARD, unit)
         if torch.is_grad_enabled():
             self._watch_inputs(unit, use, (args, kwargs))
@@ -243,12 +191,11 @@ class ModuleHooks:
 
     # --- backward
 
-    def _watch_outputs(self, unit: int, use: _Use, tensors: list[Tensor]) -> bool:
+    def _watch_outputs(self, unit: int, use: Use, tensors: list[Tensor]) -> bool:
         """Notice when backward reaches one of `tensors`; whether it can."""
         watched = [t for t in tensors if t.requires_grad]
         if watched and unit not in self.lookups:
-            self._open[unit] += 1
-            use.epoch = self._epoch
+            self.walk.expect(unit, use)
         for tensor in watched if unit not in self.lookups else ():
             if tensor.grad_fn is None:
                 continue
@@ -260,12 +207,12 @@ class ModuleHooks:
             givers.append((unit, use))
         return bool(watched)
 
-    def _reach(self, givers: list[tuple[int, _Use]], _: Tensor) -> None:
+    def _reach(self, givers: list[tuple[int, Use]], _: Tensor) -> None:
         """Backward has come to a tensor that these uses of units gave out."""
         for unit, use in reversed(givers):
-            self._enter_backward(unit, use)
+            self.walk.enter(unit, use)
 
-    def _watch_inputs(self, unit: int, use: _Use, inputs: Any) -> None:
+    def _watch_inputs(self, unit: int, use: Use, inputs: Any) -> None:
         """Notice when the gradient of an input is done, and which inputs are written to.
 
         Autograd runs the nodes that are ready from the last made to the first. So when the node
@@ -275,54 +222,7 @@ class ModuleHooks:
             if not tensor.is_inference():
                 use.inputs.append((tensor, tensor._version))
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(partial(self._leave_backward, unit, use))
-
-    def _enter_backward(self, unit: int, use: _Use) -> None:
-        self.graph_is_kept = torch.is_grad_enabled()
-        uses = self._in_backward.setdefault(unit, [])
-        if use not in uses:
-            use.task = torch._C._current_graph_task_id()
-            uses.append(use)
-            self._leave_ended(use.task, use.ended)
-            self._tell_done()
-            self.raise_event(Event.PRE_BACKWARD, unit)
-
-    def _leave_ended(self, task: int, ended: int | None = None) -> None:
-        """Leave what backward is done with when it comes to graph task `task`.
-
-        That is what it went through in tasks inside of this one, which are over; and, where it has
-        come to a forward that ended at `ended`, every forward that began after that.
-        """
-        for unit, uses in list(self._in_backward.items()):
-            for use in list(uses):
-                began_after = ended is not None and use.task == task and use.began > ended
-                if use.task > task or began_after:
-                    self._leave_backward(unit, use)
-
-    def _leave_backward(self, unit: int, use: _Use, *_: Any) -> None:
-        uses = self._in_backward.get(unit, [])
-        if use not in uses or self.graph_is_kept:
-            return
-        uses.remove(use)
-        if use.epoch == self._epoch:
-            self._open[unit] -= 1
-            use.epoch = -1
-        if not uses:
-            del self._in_backward[unit]
-            if self._open[unit] <= 0:
-                self._done.add(unit)
-            self.raise_event(Event.POST_BACKWARD, unit)
-
-    def _tell_done(self) -> None:
-        """Say what backward has left for good.
-
-        Only when it comes to the next unit, and in a fixed order: then all ranks say the same at
-        the same point, whatever each of them did inside of the units.
-        """
-        done, self._done = self._done, set()
-        for unit in sorted(done, reverse=True):
-            self._told.add(unit)
-            self.raise_event(Event.UNIT_DONE, unit)
+                tensor.grad_fn.register_prehook(partial(self.walk.leave, unit, use))
 
 
 def _run_last(module: nn.Module, hook: int | None) -> None:
