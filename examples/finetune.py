@@ -229,7 +229,8 @@ def main() -> int:
         if world.rank == 0:
             report.conclude(runs, options)
         # Only the first rank writes text, so the others bring it every parameter first.
-        with zeroshard.gather(model) if run.stage > 0 else nullcontext():
+        sharded = run.stage > 0 and world.size > 1
+        with zeroshard.gather(model) if sharded else nullcontext():
             if world.rank == 0 and run.is_finished and options.sample:
                 interrupt.release()
                 print(f"\n{sample(model, tokenizer, options)}")

@@ -80,12 +80,14 @@ class Place:
         placeholder: what `.data` is while they have none: one NaN with strides of 0, which keeps
             shape and dtype and refuses most writes. None where the arena is never freed.
         data_ptr: of what `.data` should be.
+        is_hidden: whether that is the placeholder.
         version: of the parameter, when it was looked at last.
     """
 
     __slots__ = (
         "arena",
         "data_ptr",
+        "is_hidden",
         "local_range",
         "number",
         "parameter",
@@ -116,11 +118,6 @@ class Place:
         return self.slot.spec.name
 
     @property
-    def is_hidden(self) -> bool:
-        """Whether the parameter should be its placeholder."""
-        return self.placeholder is not None and self.data_ptr == self.placeholder_ptr
-
-    @property
     def flat(self) -> Tensor:
         """[slot.numel] of the arena's whole parameters."""
         return self.arena.parameters[self.slot.offset : self.slot.offset + self.slot.numel]
@@ -140,12 +137,14 @@ class Place:
         """Let the parameter be the view of its slot."""
         self.parameter.data = self.view
         self.data_ptr = self.view.data_ptr()
+        self.is_hidden = False
 
     def hide(self) -> None:
         """Let the parameter be its placeholder."""
         assert self.placeholder is not None
         self.parameter.data = self.placeholder
         self.data_ptr = self.placeholder_ptr
+        self.is_hidden = True
 
 
 class Parameters:
@@ -272,9 +271,9 @@ class Parameters:
             arena.placeholders = arena.placeholders.clone()
         for place in self.places.values():
             if place.arena is arena:
-                is_hidden = place.parameter.data_ptr() == place.placeholder_ptr
+                shows_it = place.parameter.data_ptr() == place.placeholder_ptr
                 place.renew_placeholder(arena.placeholders)
-                if is_hidden:
+                if place.is_hidden and shows_it:
                     place.hide()
 
     def check_kinds(self) -> None:
