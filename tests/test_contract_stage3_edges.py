@@ -266,3 +266,19 @@ def test_a_compiled_model_trains_alike(whole):
         assert_same(play(3, compiled=True), play(1, compiled=False), "compiled")
 
     run(body, 2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_kept_over_zero_grad_answers_for_itself(stage):
+    def body(rank, world_size):
+        model, optimizer = of_stage(stage)
+        model(inputs(rank, 0)).square().mean().backward()
+        kept = model.blocks[1].mix.weight.grad
+        before = (kept.norm(), kept.sum(), kept.full_tensor())
+        optimizer.zero_grad()
+        (100 * model(inputs(rank, 1)).square().mean()).backward()
+        model.blocks[1].mix.weight.grad.norm()
+        after = (kept.norm(), kept.sum(), kept.full_tensor())
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    run(body, 2)

@@ -149,10 +149,13 @@ class GradientShards:
             if arena.gradients is None or any(parameters[s].grad is not None for s in slots):
                 continue
             for slot in slots:
-                if self._handles[slot] is not None and _is_held(self._handles, slot):
-                    self._handles[slot] = None
+                # As above, no local variable may name the handle before the question.
+                is_kept = self._handles[slot] is not None and _is_held(self._handles, slot)
                 handle = self._handles[slot]
-                if handle is not None:
+                if handle is not None and is_kept:
+                    handle.siblings = None
+                    self._handles[slot] = None
+                elif handle is not None:
                     handle._local_tensor = _NOTHING
                 del handle
             arena.gradients = None
