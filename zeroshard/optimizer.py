@@ -31,7 +31,7 @@ __all__ = ["AdamW"]
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW with optimizer state and gradients sharded over the data-parallel ranks.
+    """AdamW with optimizer state, gradients and parameters sharded over the data-parallel ranks.
 
     Put it in the place of ``torch.optim.AdamW``; the model is not wrapped. After ``backward()``
     every ``p.grad`` is a `ShardTensor`: this rank's slice of the gradient averaged over all ranks.
@@ -50,8 +50,10 @@ class AdamW(torch.optim.Optimizer):
         differentiable: must be False.
         fused: see `foreach`.
         stage: 1 (optimizer state sharded; full gradients and communication buffers live until
-            backward ends, the buffers longer) or 2 (a gradient is freed once it is reduced).
-        model: the module, where `params` is not one: names in messages, buffers in `sync_init`.
+            backward ends, the buffers longer), 2 (a gradient is freed once it is reduced) or 3
+            (a parameter is whole only around the forward and the backward of its unit).
+        model: the module, where `params` is not one: stage 3 needs it; else for names in messages,
+            and buffers in `sync_init`.
         mesh: a DeviceMesh (1-D: shard; 2-D: replicate x shard), a process group, or None for the
             default group.
         precision: see `Precision`.
@@ -61,14 +63,15 @@ class AdamW(torch.optim.Optimizer):
         sync_init: take parameters and, where the module is known, buffers from the first rank.
         skip_nonfinite: skip a step on every rank when any gradient holds an Inf or a NaN; counted
             in `skipped_steps` and logged.
-        reshard_after_forward: without effect below stage 3.
-        units: without effect below stage 3.
+        reshard_after_forward: stage 3: free a unit between its forward and its backward.
+        units: stage 3: module classes, class names or names of modules that are gathered together.
+            None: elements of ModuleLists, embeddings and the output head; see docs/stage3.md.
 
     Raises:
         ConfigError: wrong arguments, or ranks that differ; on every rank, before anything changes.
 
     Source: Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2; Rajbhandari et al. 2020,
-    arXiv:1910.02054, sections 5.1 and 5.2.
+    arXiv:1910.02054, sections 5.1 to 5.3.
     """
 
     def __init__(
@@ -395,7 +398,10 @@ class AdamW(torch.optim.Optimizer):
         self.engine.masters.refresh()
 
     def close(self) -> None:
-        """Remove every hook and leave plain parameters; gradients are dropped."""
+        """Remove every hook and leave plain, whole parameters; gradients are dropped.
+
+        Under stage 3 every rank must call it.
+        """
         if self._engine is not None:
             self._engine.close()
             self._engine = None
