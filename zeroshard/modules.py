@@ -19,7 +19,7 @@ from .errors import ConfigError
 from .schedule import Event
 from .walk import NO_BACKWARD, BackwardWalk, Use
 
-__all__ = ["ModuleHooks", "OwnHook", "refuse_copies"]
+__all__ = ["ModuleHooks", "OwnHook"]
 
 
 class OwnHook:
@@ -35,12 +35,12 @@ class OwnHook:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if not self.may_copy(self.unit):
-            raise refuse_copies("copy.deepcopy")
+            raise _refuse_copies("copy.deepcopy")
         return ignore
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self.may_copy(self.unit):
-            raise refuse_copies("pickling")
+            raise _refuse_copies("pickling")
         return (_get_ignore, ())
 
 
@@ -52,7 +52,7 @@ def _get_ignore() -> Callable[..., None]:
     return ignore
 
 
-def refuse_copies(what: str) -> ConfigError:
+def _refuse_copies(what: str) -> ConfigError:
     """What to do instead of copying or pickling a model whose parameters are sharded."""
     return ConfigError(
         f"{what} of a module whose parameters are sharded would copy placeholders: do it inside of "

@@ -63,21 +63,21 @@ class BackwardWalk:
 
     def forget(self) -> None:
         """An error ended the backward under way."""
-        self.inside.clear()
-        self._expected.clear()
-        self._done.clear()
-        self._told.clear()
+        self._clear()
         self.graph_is_kept = False
 
     def end(self) -> set[int]:
         """The outermost backward is over; the units that the graph which it made still needs."""
         kept = set(self.inside) if self.graph_is_kept else set()
+        self._clear()
+        self._epoch += 1
+        return kept
+
+    def _clear(self) -> None:
         self.inside.clear()
         self._expected.clear()
         self._done.clear()
         self._told.clear()
-        self._epoch += 1
-        return kept
 
     def was_done(self, unit: int) -> bool:
         """Whether the backward under way seemed to have left a unit for good before."""
