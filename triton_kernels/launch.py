@@ -1,0 +1,122 @@
+"""How a Triton kernel is launched: where, with which block sizes, from which compiled handle.
+
+Nothing here, and no kernel, imports Triton before the first launch, so that the package works
+without it. No autotuning: it would run an update many times on live state.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["is_available", "kernel", "launch", "load", "sizes_for"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+_functions: dict[str, Callable[..., Any]] = {}
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def kernel(function: F) -> F:
+    """Mark a function that Triton compiles; until `load` it is a plain one that cannot run."""
+    _functions[f"{function.__module__}.{function.__name__}"] = function
+    return function
+
+
+@lru_cache(maxsize=1)
+def load() -> Mapping[str, Any]:
+    """Import Triton and hand it every kernel; their modules' names then mean the compiled ones.
+
+    Returns:
+        The kernels by name, without their module.
+    """
+    import triton
+    import triton.language as tl
+
+    numbers = ["step", "first_row", "num_blocks", "numel", "seed"]
+    jitted: dict[Any, Any] = {}
+    for function in _functions.values():
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        jitted[function] = triton.jit(do_not_specialize=[n for n in numbers if n in names])(
+            function
+        )
+    for module in {function.__module__ for function in _functions.values()}:
+        names = vars(sys.modules[module])
+        names["tl"] = tl
+        for name, value in list(names.items()):
+            if callable(value) and value in jitted:
+                names[name] = jitted[value]
+    return {function.__name__: compiled for function, compiled in jitted.items()}
+
+
+@lru_cache(maxsize=1)
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def is_available(device: torch.device) -> bool:
+    """Whether Triton runs on `device`: a GPU, with Triton installed."""
+    return device.type == "cuda" and _is_installed()
+
+
+def sizes_for(moments: str, device: torch.device) -> tuple[int, int]:
+    """BLOCK of the update, and the warps of a program.
+
+    Four elements a thread make 16-byte accesses of fp32 and 8-byte ones of 16-bit types without a
+    detour through shared memory. With 8-bit moments a warp takes a whole block of 256.
+    """
+    warps = 2 if device.type == "cuda" and torch.version.hip is not None else 4
+    return (1024 if moments == "int8" else 512), warps
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """bf16 as int16, as kernels take it; anything else as it is."""
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+def launch(
+    name: str,
+    num_programs: int,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[int],
+    constants: Sequence[Any],
+    num_warps: int,
+) -> None:
+    """Launch a kernel on the current stream of the tensors' device.
+
+    After the first launch the compiled handle is called directly, a sixth of the host time: Triton
+    would look at every argument again to find the same one.
+
+    Args:
+        name: of the kernel.
+        num_programs: size of the grid; 0 launches nothing.
+        tensors: its pointers, in order.
+        numbers: its numbers, which are never compiled in; each below 2^31.
+        constants: its constexprs, in order.
+        num_warps: warps of a program.
+    """
+    if num_programs == 0:
+        return
+    device = tensors[0].device
+    alignments = [(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors]
+    key = (name, device.index, num_warps, *constants, *alignments)
+    with _current(device):
+        compiled = _compiled.get(key)
+        if compiled is None:
+            # Fusing a multiplication with an addition would round once where torch rounds twice.
+            options = {"num_warps": num_warps, "enable_fp_fusion": False}
+            arguments = (*map(_bits, tensors), *numbers, *constants)
+            _compiled[key] = load()[name][(num_programs,)](*arguments, **options)
+        else:  # which takes addresses only, and no notice of dtypes
+            compiled[(num_programs, 1, 1)](*tensors, *numbers, *constants)
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors' own."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
