@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["block_powers", "block_powers_twin", "launch_norm", "norm_kernel"]
 
 BLOCK = 256
-CHUNK = 256 * BLOCK  # elements; a chunk and its square stay in the second-level cache
+CHUNK = 512 * BLOCK  # elements; a chunk and its square stay in the second-level cache
 PROGRAM_BLOCKS = 4
 KINDS = {1.0: "1", 2.0: "2", math.inf: "inf"}  # the orders that the kernel knows
 
@@ -122,7 +122,11 @@ def _powers(blocks: Tensor, p: float) -> Tensor:
     if p not in KINDS:
         return blocks.abs().double().pow(p).sum(1)
     terms = blocks.square() if p == 2 else blocks.abs()
-    while terms.shape[1] > 1:
+    while terms.shape[1] > 16:
         half = terms.shape[1] // 2
-        terms = terms[:, :half] + terms[:, half:]
-    return terms[:, 0].double()
+        terms = terms[:, :half].add_(terms[:, half:])
+    terms = terms.t().contiguous()  # short rows are slow to add
+    while terms.shape[0] > 1:
+        half = terms.shape[0] // 2
+        terms = terms[:half].add_(terms[half:])
+    return terms[0].double()
