@@ -95,8 +95,8 @@ class State(NamedTuple):
         master: [n] fp32 master, or int16 remainder.
         exp_avg: [n] fp32, bf16 or int8 codes.
         exp_avg_sq: [n] fp32, bf16 or uint8 codes.
-        exp_avg_quantum: [n / 256] fp32.
-        exp_avg_sq_quantum: [n / 256] fp32.
+        exp_avg_scale: [n / 256] fp32.
+        exp_avg_sq_scale: [n / 256] fp32.
     """
 
     grad: Tensor
@@ -104,8 +104,8 @@ class State(NamedTuple):
     master: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    exp_avg_quantum: Tensor
-    exp_avg_sq_quantum: Tensor
+    exp_avg_scale: Tensor
+    exp_avg_sq_scale: Tensor
 
 
 @kernel
@@ -115,8 +115,8 @@ def adamw_kernel(
     master,  # [n] fp32 or int16, as MASTER says
     exp_avg,  # [n] fp32, int16 bits of bf16, or int8, as MOMENTS says
     exp_avg_sq,  # [n] the same, or uint8
-    exp_avg_quantum,  # [n / 256] fp32
-    exp_avg_sq_quantum,  # [n / 256] fp32
+    exp_avg_scale,  # [n / 256] fp32
+    exp_avg_sq_scale,  # [n / 256] fp32
     rows,  # [rows, 8] int32
     scalars,  # [slots, 12] fp32
     coefficient,  # [1] fp32: what gradients are multiplied by
@@ -141,7 +141,7 @@ def adamw_kernel(
     param_block = tl.load(row + 1).to(tl.int64) + part
     length = tl.load(row + 2) - part
     slot = scalars + tl.load(row + 3).to(tl.int64) * 12
-    scale = tl.load(coefficient) * tl.load(slot)
+    multiplier = tl.load(coefficient) * tl.load(slot)
     lr_decay = tl.load(slot + 1)
     beta1, one_minus_beta1 = tl.load(slot + 2), tl.load(slot + 3)
     beta2, one_minus_beta2 = tl.load(slot + 4), tl.load(slot + 5)
@@ -172,8 +172,8 @@ def adamw_kernel(
             extra = tl.load(master + at, mask=here, other=0)
         if MOMENTS == "int8":
             at_block = state_block + block
-            m_quantum = tl.load(exp_avg_quantum + at_block, mask=block < length, other=0)
-            v_quantum = tl.load(exp_avg_sq_quantum + at_block, mask=block < length, other=0)
+            m_scale = tl.load(exp_avg_scale + at_block, mask=block < length, other=0)
+            v_scale = tl.load(exp_avg_sq_scale + at_block, mask=block < length, other=0)
 
         if GRAD == "bf16":
             g = upcast(g)
@@ -188,9 +188,9 @@ def adamw_kernel(
         if MOMENTS == "bf16":
             m, v = upcast(m), upcast(v)
         elif MOMENTS == "int8":
-            m, v = decode_first(m, m_quantum), decode_second(v, v_quantum)
+            m, v = decode_first(m, m_scale), decode_second(v, v_scale)
 
-        g = tl.where(g == 0, 0.0, g * scale)  # so that 0 * NaN leaves padding alone
+        g = tl.where(g == 0, 0.0, g * multiplier)  # so that 0 * NaN leaves padding alone
         x = x - lr_decay * x
         m = beta1 * m + one_minus_beta1 * g
         v = beta2 * v + one_minus_beta2 * g * g
@@ -222,12 +222,12 @@ def adamw_kernel(
             tl.store(exp_avg_sq + at, round_stochastic(v, (words >> 16) & 0xFFFF), mask=store)
         else:
             store_block = block < length * live
-            m_code, m_quantum = encode_first(m)
-            v_code, v_quantum = encode_second(root_v)
+            m_code, m_scale = encode_first(m)
+            v_code, v_scale = encode_second(root_v)
             tl.store(exp_avg + at, m_code, mask=store)
             tl.store(exp_avg_sq + at, v_code, mask=store)
-            tl.store(exp_avg_quantum + at_block, m_quantum, mask=store_block)
-            tl.store(exp_avg_sq_quantum + at_block, v_quantum, mask=store_block)
+            tl.store(exp_avg_scale + at_block, m_scale, mask=store_block)
+            tl.store(exp_avg_sq_scale + at_block, v_scale, mask=store_block)
 
 
 def adamw_(
@@ -326,8 +326,8 @@ def _update(
     else:
         x = (state.master if master == "fp32" else state.param).float()
     if moments == "int8":
-        m = decode_first_twin(state.exp_avg, state.exp_avg_quantum)
-        v = decode_second_twin(state.exp_avg_sq, state.exp_avg_sq_quantum)
+        m = decode_first_twin(state.exp_avg, state.exp_avg_scale)
+        v = decode_second_twin(state.exp_avg_sq, state.exp_avg_sq_scale)
     else:
         m, v = state.exp_avg.float(), state.exp_avg_sq.float()
 
@@ -349,8 +349,8 @@ def _update(
             state.master.copy_(x)
         state.param.copy_(round_nearest_twin(x) if state.param.dtype == torch.bfloat16 else x)
     if moments == "int8":
-        encode_first_twin(m, state.exp_avg, state.exp_avg_quantum)
-        encode_second_twin(root_v, state.exp_avg_sq, state.exp_avg_sq_quantum)
+        encode_first_twin(m, state.exp_avg, state.exp_avg_scale)
+        encode_second_twin(root_v, state.exp_avg_sq, state.exp_avg_sq_scale)
     elif moments == "bf16":
         words = random_words_twin(seed, int(values.step), key, g.numel(), g.device)
         state.exp_avg.copy_(round_stochastic_twin(m, words & 0xFFFF))
