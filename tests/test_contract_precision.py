@@ -309,8 +309,6 @@ def test_a_mixed_model_takes_a_master_only_where_it_needs_one(stage, master):
 WRONG = [
     {"master": "fp16"},
     {"moments": "fp8"},
-    {"moments": "int8"},  # for now
-    {"moments": "bf16"},  # for now
     {"reduce": "int8"},
     {"param_dtype": torch.float64},
     {"param_dtype": "bf16"},

@@ -4,16 +4,11 @@ import pytest
 import torch
 
 from zeroshard.config import Precision
+from zeroshard.conversions import exact_master, reread_master, restore_master, seed_master
 from zeroshard.formats import state_format
 from zeroshard.layout import ParamSpec, plan_layout
 from zeroshard.storage import Arena
-from zeroshard.update import (
-    Updater,
-    exact_master,
-    reread_master,
-    restore_master,
-    seed_master,
-)
+from zeroshard.torch_update import TorchUpdater
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
 SHAPES = [(70, 33), (5,), (), (2000,), (0, 4)]
@@ -40,8 +35,7 @@ def arenas_of(dtype, world_size, precision, bucket_nbytes=6000):
         (plan,) = layout.arenas
         arena = Arena(plan, layout.world_size, rank)
         arena.allocate_gradients()
-        for field in fmt.fields:
-            arena.state[field.name] = arena.allocate(arena.shard_numel, field.dtype)
+        arena.allocate_state(fmt.fields)
         for slot in layout.slots:
             whole = values[slot.index].flatten()
             arena.parameters[slot.offset : slot.offset + slot.numel].copy_(whole)
@@ -63,7 +57,7 @@ def test_shards_of_any_world_are_bitwise_the_whole(world_size, maximize):
     parameters = [torch.nn.Parameter(value.clone()) for value in values]
     plain = torch.optim.AdamW(parameters, fused=True, **{**GROUP, "maximize": maximize})
     steps = [torch.zeros(()) for _ in layout.slots]
-    updaters = [Updater(arena, layout, fmt, steps) for arena in arenas]
+    updaters = [TorchUpdater(arena, layout, fmt, steps) for arena in arenas]
     group = {**GROUP, "maximize": maximize}
     for _ in range(3):
         gradients = [torch.randn(shape) for shape in SHAPES]
@@ -73,8 +67,8 @@ def test_shards_of_any_world_are_bitwise_the_whole(world_size, maximize):
         torch._foreach_add_(steps, 1)
         for arena, updater in zip(arenas, updaters, strict=True):
             set_gradients(layout, arena, gradients)
-            for bucket in layout.buckets:
-                updater.update(bucket.index, updater.plan(bucket.index, ALL), [group], None)
+            for buckets in updater.plan(ALL, [bucket.index for bucket in layout.buckets]):
+                updater.update(buckets, [group], None)
     for run in layout.runs:
         ours = arenas[run.rank].parameters[run.arena_offset : run.arena_offset + run.numel]
         whole = parameters[run.slot].detach().flatten()
@@ -87,12 +81,12 @@ def test_masters_of_both_kinds_are_bitwise_an_fp32_training(master):
     for bucket in layout.buckets:
         shard = arena.parameter_shard(bucket.index)
         stop = bucket.shard_offset + bucket.shard_numel
-        state = {k: flat[bucket.shard_offset : stop] for k, flat in arena.state.items()}
+        state = arena.state_of(bucket.shard_offset, stop)
         seed_master(shard.float(), shard, state, fmt.master)
     parameters = [torch.nn.Parameter(value.float()) for value in values]
     plain = torch.optim.AdamW(parameters, fused=True, **GROUP)
     steps = [torch.zeros(()) for _ in layout.slots]
-    updater = Updater(arena, layout, fmt, steps)
+    updater = TorchUpdater(arena, layout, fmt, steps)
     for _ in range(3):
         gradients = [torch.randn(shape) for shape in SHAPES]
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -100,8 +94,8 @@ def test_masters_of_both_kinds_are_bitwise_an_fp32_training(master):
         plain.step()
         torch._foreach_add_(steps, 1)
         set_gradients(layout, arena, gradients)
-        for bucket in layout.buckets:
-            updater.update(bucket.index, updater.plan(bucket.index, ALL), [GROUP], None)
+        for buckets in updater.plan(ALL, [bucket.index for bucket in layout.buckets]):
+            updater.update(buckets, [GROUP], None)
     for run in layout.runs:
         where = slice(run.shard_offset, run.shard_offset + run.numel)
         state = {name: flat[where] for name, flat in arena.state.items()}
@@ -114,17 +108,17 @@ def test_masters_of_both_kinds_are_bitwise_an_fp32_training(master):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_skipped_step_moves_no_bit_and_padding_stays_zero(dtype):
     layout, fmt, (arena,), _ = arenas_of(dtype, 1, Precision())
-    updater = Updater(arena, layout, fmt, [torch.zeros(()) for _ in layout.slots])
+    updater = TorchUpdater(arena, layout, fmt, [torch.zeros(()) for _ in layout.slots])
     before = arena.parameters.clone()
     arena.gradients.fill_(torch.inf)
-    for bucket in layout.buckets:
-        updater.update(bucket.index, updater.plan(bucket.index, ALL), [GROUP], torch.ones(1))
+    for buckets in updater.plan(ALL, [bucket.index for bucket in layout.buckets]):
+        updater.update(buckets, [GROUP], torch.ones(1))
     assert torch.equal(arena.parameters, before)
     assert not any(bool(flat.any()) for flat in arena.state.values())
     arena.gradients.zero_()
     set_gradients(layout, arena, [torch.randn(shape) for shape in SHAPES])
-    for bucket in layout.buckets:
-        updater.update(bucket.index, updater.plan(bucket.index, ALL), [GROUP], torch.zeros(1))
+    for buckets in updater.plan(ALL, [bucket.index for bucket in layout.buckets]):
+        updater.update(buckets, [GROUP], torch.zeros(1))
     real = torch.zeros(arena.plan.numel, dtype=torch.bool)
     for slot in layout.slots:
         real[slot.offset : slot.offset + slot.numel] = True

@@ -6,6 +6,7 @@ they agree bit for bit.
 Source: Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations  # `tl` is not imported
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,8 +42,6 @@ from .quantize import (
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-# mypy: allow-untyped-defs
 
 __all__ = [
     "BLOCK",
@@ -109,6 +108,43 @@ class State(NamedTuple):
 
 
 @kernel
+def read_weight(x, extra, PARAM: tl.constexpr, MASTER: tl.constexpr):
+    """The fp32 weights of parameters and what their master adds."""
+    if MASTER == "split":
+        weight = join(x, extra)
+    elif MASTER == "fp32":
+        weight = extra
+    elif PARAM == "bf16":
+        weight = upcast(x)
+    else:
+        weight = x.to(tl.float32)
+    return weight
+
+
+@kernel
+def store_weight(weight, param, master, mask, PARAM: tl.constexpr, MASTER: tl.constexpr):
+    """Store fp32 weights as parameters and masters."""
+    if MASTER == "split":
+        high, low = split(weight)
+        tl.store(master, low, mask=mask)
+        tl.store(param, high, mask=mask)
+    else:
+        if MASTER == "fp32":
+            tl.store(master, weight, mask=mask)
+        if PARAM == "bf16":
+            tl.store(param, round_nearest(weight), mask=mask)
+        else:
+            tl.store(param, weight.to(param.dtype.element_ty), mask=mask)
+
+
+@kernel
+def store_codes(codes, scale, to, scale_to, mask, scale_mask):
+    """Store an 8-bit moment and the scales of its blocks."""
+    tl.store(to, codes, mask=mask)
+    tl.store(scale_to, scale, mask=scale_mask)
+
+
+@kernel
 def adamw_kernel(
     grad,  # [n] GRAD; bf16 as int16 bits, here and below
     param,  # [m] PARAM
@@ -157,6 +193,7 @@ def adamw_kernel(
         if MOMENTS == "int8":
             block = tl.arange(0, VECTOR_BLOCKS)[:, None] + vector * VECTOR_BLOCKS
             index = block * 256 + tl.arange(0, 256)[None, :]
+            at_block = state_block + block
         else:
             index = tl.arange(0, BLOCK) + vector * BLOCK
         here = index < length * 256
@@ -168,26 +205,16 @@ def adamw_kernel(
         x = tl.load(param + at_param, mask=here, other=0)
         m = tl.load(exp_avg + at, mask=here, other=0)
         v = tl.load(exp_avg_sq + at, mask=here, other=0)
-        if MASTER != "none":
-            extra = tl.load(master + at, mask=here, other=0)
-        if MOMENTS == "int8":
-            at_block = state_block + block
-            m_scale = tl.load(exp_avg_scale + at_block, mask=block < length, other=0)
-            v_scale = tl.load(exp_avg_sq_scale + at_block, mask=block < length, other=0)
-
+        extra = tl.load(master + at, mask=here, other=0) if MASTER != "none" else x
         if GRAD == "bf16":
             g = upcast(g)
         g = g.to(tl.float32)
-        if MASTER == "split":
-            x = join(x, extra)
-        elif MASTER == "fp32":
-            x = extra
-        elif PARAM == "bf16":
-            x = upcast(x)
-        x = x.to(tl.float32)
+        x = read_weight(x, extra, PARAM, MASTER)
         if MOMENTS == "bf16":
             m, v = upcast(m), upcast(v)
         elif MOMENTS == "int8":
+            m_scale = tl.load(exp_avg_scale + at_block, mask=block < length, other=0)
+            v_scale = tl.load(exp_avg_sq_scale + at_block, mask=block < length, other=0)
             m, v = decode_first(m, m_scale), decode_second(v, v_scale)
 
         g = tl.where(g == 0, 0.0, g * multiplier)  # so that 0 * NaN leaves padding alone
@@ -202,17 +229,7 @@ def adamw_kernel(
         x = x - step_size * update
 
         store = index < length * live * 256
-        if MASTER == "split":
-            x_bits, low = split(x)
-            tl.store(master + at, low, mask=store)
-            tl.store(param + at_param, x_bits, mask=store)
-        else:
-            if MASTER == "fp32":
-                tl.store(master + at, x, mask=store)
-            if PARAM == "bf16":
-                tl.store(param + at_param, round_nearest(x), mask=store)
-            else:
-                tl.store(param + at_param, x.to(param.dtype.element_ty), mask=store)
+        store_weight(x, param + at_param, master + at, store, PARAM, MASTER)
         if MOMENTS == "fp32":
             tl.store(exp_avg + at, m, mask=store)
             tl.store(exp_avg_sq + at, v, mask=store)
@@ -222,12 +239,12 @@ def adamw_kernel(
             tl.store(exp_avg_sq + at, round_stochastic(v, (words >> 16) & 0xFFFF), mask=store)
         else:
             store_block = block < length * live
-            m_code, m_scale = encode_first(m)
-            v_code, v_scale = encode_second(root_v)
-            tl.store(exp_avg + at, m_code, mask=store)
-            tl.store(exp_avg_sq + at, v_code, mask=store)
-            tl.store(exp_avg_scale + at_block, m_scale, mask=store_block)
-            tl.store(exp_avg_sq_scale + at_block, v_scale, mask=store_block)
+            codes, scale = encode_first(m)
+            store_codes(codes, scale, exp_avg + at, exp_avg_scale + at_block, store, store_block)
+            codes, scale = encode_second(root_v)
+            store_codes(
+                codes, scale, exp_avg_sq + at, exp_avg_sq_scale + at_block, store, store_block
+            )
 
 
 def adamw_(

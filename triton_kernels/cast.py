@@ -7,6 +7,7 @@ The split: a bf16 value is its fp32 master rounded to the nearest, and the remai
 distance to it in units of the last fp32 place, which always fits 16 bits.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations  # `tl` is not imported
 
 from typing import TYPE_CHECKING
@@ -18,8 +19,6 @@ from .launch import kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-# mypy: allow-untyped-defs
 
 __all__ = [
     "join",

@@ -9,19 +9,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__ = ["is_available", "kernel", "launch", "load", "sizes_for"]
 
-F = TypeVar("F", bound=Callable[..., Any])
 _functions: dict[str, Callable[..., Any]] = {}
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def kernel(function: F) -> F:
+def kernel(function: Callable[..., Any]) -> Any:
     """Mark a function that Triton compiles; until `load` it is a plain one that cannot run."""
     _functions[f"{function.__module__}.{function.__name__}"] = function
     return function
@@ -40,10 +39,9 @@ def load() -> Mapping[str, Any]:
     numbers = ["step", "first_row", "num_blocks", "numel", "seed"]
     jitted: dict[Any, Any] = {}
     for function in _functions.values():
-        names = function.__code__.co_varnames[: function.__code__.co_argcount]
-        jitted[function] = triton.jit(do_not_specialize=[n for n in numbers if n in names])(
-            function
-        )
+        taken = function.__code__.co_varnames[: function.__code__.co_argcount]
+        jit = triton.jit(do_not_specialize=[name for name in numbers if name in taken])
+        jitted[function] = jit(function)
     for module in {function.__module__ for function in _functions.values()}:
         names = vars(sys.modules[module])
         names["tl"] = tl

@@ -5,6 +5,7 @@ are spread over ranks (up to fp64 rounding). The order is that of halving: eleme
 element i + 128, those sums to the ones 64 further, and so on, which a GPU and torch do alike.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations  # `tl` is not imported
 
 import math
@@ -17,8 +18,6 @@ from .launch import is_available, kernel, launch
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-# mypy: allow-untyped-defs
 
 __all__ = ["block_powers", "block_powers_twin", "launch_norm", "norm_kernel"]
 
@@ -54,10 +53,7 @@ def norm_kernel(
     if KIND == "inf":
         total = top.to(tl.float32, bitcast=True)
     else:
-        if KIND == "2":
-            terms = value * value
-        else:
-            terms = tl.abs(value)
+        terms = value * value if KIND == "2" else tl.abs(value)
         terms = add_halves(terms, BLOCKS, 128)
         terms = add_halves(terms, BLOCKS, 64)
         terms = add_halves(terms, BLOCKS, 32)

@@ -6,6 +6,7 @@ was not. The scale has 8 significant bits, so that decoding is exact and what wa
 encoded to the same codes and scale again. docs/precision.md says which books were measured.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations  # `tl` is not imported
 
 from typing import TYPE_CHECKING
@@ -17,8 +18,6 @@ from .launch import kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-# mypy: allow-untyped-defs
 
 __all__ = [
     "BLOCK",

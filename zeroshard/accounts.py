@@ -1,10 +1,12 @@
 """What an engine holds, in bytes and in words. Changes nothing, communicates nothing."""
 
+import torch
 from torch import Tensor
 
 from .engine import Engine
 from .shard_tensor import ShardTensor
 from .storage import storage_nbytes
+from .update import implementation_of
 
 __all__ = ["memory_of", "summary_of"]
 
@@ -39,15 +41,15 @@ def summary_of(engine: Engine) -> str:
         f"zeroshard stage {engine.options.stage}, {engine.transport.num_ranks} ranks, "
         f"{len(engine.layout.buckets)} buckets"
     ]
-    for dtype, master, moments in dict.fromkeys(
-        (plan.dtype, fmt.master, fmt.moments)
+    for dtype, master, moments, update in dict.fromkeys(
+        (plan.dtype, fmt.master, fmt.moments, implementation_of(fmt, torch.device(plan.device)))
         for plan, fmt in zip(engine.layout.arenas, engine.formats, strict=True)
     ):
         slots = [s for plan in engine.layout.arenas if plan.dtype == dtype for s in plan.slots]
         numel = sum(slot.numel for slot in slots)
         lines.append(
             f"  {dtype}: {len(slots)} parameters, {numel} elements, master {master}, moments "
-            f"{moments}"
+            f"{moments}, update by {update}"
         )
     for unit in engine.sharding.units:
         numel = sum(place.slot.numel for place in unit.places)

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .config import Options, Precision
+from .conversions import seed_master
 from .errors import ConfigError
 from .formats import Format, state_format
-from .layout import Bucket, Layout, fingerprint, first_difference
+from .layout import Layout, fingerprint, first_difference
 from .parameters import check_trainable, describe_parameter
 from .storage import Arena, slot_view
 from .transport import Op, Transport
-from .update import seed_master
 
 __all__ = ["compare_ranks", "fill_arena", "plan_parameters"]
 
@@ -78,8 +78,7 @@ def fill_arena(
         slot_view(values, slot.spec.shape, slot.spec.stride).copy_(parameters[slot.index].data)
     if options.sync_init:
         transport.broadcast(flat, op=Op("initial parameters")).wait()
-    for field in fmt.fields:
-        arena.state[field.name] = arena.allocate(arena.shard_numel, field.dtype)
+    arena.allocate_state(fmt.fields)
     if flat is not arena.parameters:
         rounded = {"remainder": torch.empty_like(flat, dtype=torch.int16)}
         seed_master(flat, arena.parameters, rounded, fmt.master)
@@ -89,12 +88,9 @@ def fill_arena(
             start = bucket.offset + transport.rank * bucket.shard_numel
             values = flat[start : start + bucket.shard_numel].float()
             parameter = arena.parameter_shard(bucket.index)
-            seed_master(values, parameter, _state_of_bucket(arena, bucket), fmt.master)
-
-
-def _state_of_bucket(arena: Arena, bucket: Bucket) -> dict[str, Tensor]:
-    stop = bucket.shard_offset + bucket.shard_numel
-    return {name: flat[bucket.shard_offset : stop] for name, flat in arena.state.items()}
+            stop = bucket.shard_offset + bucket.shard_numel
+            state = arena.state_of(bucket.shard_offset, stop)
+            seed_master(values, parameter, state, fmt.master)
 
 
 def _stored_dtype(parameter: nn.Parameter, precision: Precision) -> torch.dtype:

@@ -18,6 +18,7 @@ from .construction import compare_ranks, fill_arena, plan_parameters
 from .errors import ConfigError
 from .formats import Format, sum_dtype, wire_dtype
 from .gradients import Gradients
+from .kernel_update import SlotScalars, first_blocks
 from .layout import Layout, plan_layout
 from .masters import Masters
 from .parameters import Parameters
@@ -25,7 +26,7 @@ from .schedule import Action, Event, compile_schedule
 from .sharded_model import ShardedModel
 from .storage import Arena, BufferPool, on_device
 from .transport import Op, Pending, Transport
-from .update import StepCounters, Updater, Work
+from .update import StepCounters, Updater, new_updaters
 
 __all__ = ["Engine", "engines_of"]
 
@@ -68,7 +69,9 @@ class Engine:
         self.updaters: list[Updater] = []
         self.slot_of: dict[nn.Parameter, int] = {}
         self.counters = StepCounters()
-        self._work: dict[int, Work] = {}  # by bucket
+        self.scalars = SlotScalars(0, torch.device("cpu"))
+        self._work: list[tuple[int, list[int]]] = []  # arena and buckets to update in one go
+        self._coefficient: Tensor | None = None
         self._planned_for: tuple[list[int], list[int]] = ([], [])
         self.parameters = Parameters(transport.rank)
         self.masters = Masters(self.parameters, transport)
@@ -154,10 +157,17 @@ class Engine:
         self.slot_of.update((parameter, slot) for slot, parameter in by_slot.items())
         self.masters.attach(layout, self.arenas, self.slot_of)
         self.counters.extend(len(layout.slots), self.arenas[0].device)
-        self.updaters = [
-            Updater(arena, layout, fmt, self.counters.views)
-            for arena, fmt in zip(self.arenas, self.formats, strict=True)
-        ]
+        self.scalars = SlotScalars(len(layout.slots), self.arenas[0].device)
+        first_block = first_blocks(self.param_groups)
+        self.updaters = new_updaters(
+            self.arenas,
+            self.formats,
+            layout,
+            self.counters,
+            self.scalars,
+            [first_block[parameter] for parameter in self.slot_of],
+            gathers=self.transport.distributed,
+        )
         self._planned_for = ([], [])
         wires = [_wires(arena.plan.dtype, self.options.precision) for arena in self.arenas]
         self.gradients.attach(layout, self.arenas, parameters, wires)
@@ -254,12 +264,14 @@ class Engine:
                 self.gathers.append(self.transport.gather(arena.bucket(bucket), shard, op=op))
 
     def _update(self, _: int) -> None:
-        """Update every bucket that has a gradient; its gather starts while the next one updates."""
-        for bucket, work in self._work.items():
-            arena = self.layout.buckets[bucket].arena
+        """Update every bucket that has a gradient; gathers start while the next ones update."""
+        for arena, buckets in self._work:
             with torch.profiler.record_function("zeroshard::update"):
-                self.updaters[arena].update(bucket, work, self.param_groups, self._found_inf)
-            self._execute(Event.UPDATED, bucket)
+                self.updaters[arena].update(
+                    buckets, self.param_groups, self._found_inf, self._coefficient
+                )
+            for bucket in buckets:
+                self._execute(Event.UPDATED, bucket)
 
     # --- a step
 
@@ -277,15 +289,27 @@ class Engine:
         self._found_inf = self._agree_to_skip(flags_are_valid)
         self.counters.advance(used, self._found_inf)
         self._plan(used)
+        if self._reads_scalars:
+            self.scalars.refresh(self.param_groups, self.counters.counts, self._found_inf)
         self._execute(Event.STEP)
         self.parameters.mark_written_by_us([self.gradients.parameters[slot] for slot in used])
         if not self.transport.distributed or self.gradients.ddp_owns_gradients():
             self.gradients.free_copies()
             self._forget_gradients()
 
+    @property
+    def _reads_scalars(self) -> bool:
+        return any(updater.takes_coefficient for updater in self.updaters)
+
     def _clip(self, used: Sequence[int]) -> None:
-        if self.options.max_grad_norm is not None:
-            self.scale_gradients(self.grad_norm(used, 2.0), self.options.max_grad_norm)
+        self._coefficient = None
+        if self.options.max_grad_norm is None:
+            return
+        norm = self.grad_norm(used, 2.0)
+        if all(updater.takes_coefficient for updater in self.updaters):
+            self._coefficient = clip_coefficient(norm, self.options.max_grad_norm).reshape(1)
+        else:
+            self.scale_gradients(norm, self.options.max_grad_norm)
 
     def grad_norm(self, used: Sequence[int], p: float) -> Tensor:
         """[] fp32: the global p-norm of the gradients of `used`."""
@@ -322,11 +346,15 @@ class Engine:
             for parameter in group["params"]
             if self.slot_of.get(parameter) in with_gradient
         }
-        self._work = {
-            bucket.index: self.updaters[bucket.arena].plan(bucket.index, group_of)
-            for bucket in self.layout.buckets
-            if not with_gradient.isdisjoint(self.layout.slots_of_bucket[bucket.index])
-        }
+        self._work = []
+        for number, (arena, updater) in enumerate(zip(self.arenas, self.updaters, strict=True)):
+            buckets = [
+                bucket.index
+                for bucket in arena.plan.buckets
+                if not with_gradient.isdisjoint(self.layout.slots_of_bucket[bucket.index])
+            ]
+            self._work += [(number, together) for together in updater.plan(group_of, buckets)]
+        self.scalars.plan(group_of)
         self._planned_for = planned_for
 
     # --- what else the optimizer offers

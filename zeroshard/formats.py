@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from .config import Precision
 from .errors import ConfigError
 
-__all__ = ["FROZEN", "Field", "Format", "state_format", "sum_dtype", "wire_dtype"]
+__all__ = ["FROZEN", "MOMENT_NAMES", "Field", "Format", "state_format", "sum_dtype", "wire_dtype"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One flat tensor of state, with one element for each element of the shard."""
+    """One flat tensor of state of a shard."""
 
     name: str
     dtype: str
     category: str  # the key of memory() that counts it
+    per: int = 1  # elements of the shard that share one of the field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +26,11 @@ class Format:
     """How the state of one arena is stored."""
 
     master: str  # "param": the fp32 parameter itself is updated; "split", "fp32", "none"
-    moments: str
+    moments: str  # "fp32"; "bf16", rounded stochastically; "int8", codes and a scale for each block
     fields: tuple[Field, ...]
 
+
+BLOCK = 256  # elements that share a scale, as in the layout
 
 MASTERS = {
     "param": (),
@@ -40,7 +43,18 @@ MOMENTS = {
         Field(name="exp_avg", dtype="float32", category="moments"),
         Field(name="exp_avg_sq", dtype="float32", category="moments"),
     ),
+    "bf16": (
+        Field(name="exp_avg", dtype="bfloat16", category="moments"),
+        Field(name="exp_avg_sq", dtype="bfloat16", category="moments"),
+    ),
+    "int8": (
+        Field(name="exp_avg", dtype="int8", category="moments"),
+        Field(name="exp_avg_sq", dtype="uint8", category="moments"),
+        Field(name="exp_avg_scale", dtype="float32", category="moments", per=BLOCK),
+        Field(name="exp_avg_sq_scale", dtype="float32", category="moments", per=BLOCK),
+    ),
 }
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 AUTO_MASTER = {"float32": "param", "bfloat16": "split", "float16": "fp32"}
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from .conversions import reread_master
 from .layout import Layout
 from .parameters import Parameters
 from .storage import Arena
 from .transport import Op, Transport
-from .update import reread_master
 
 __all__ = ["Masters"]
 
@@ -38,8 +38,7 @@ class Masters:
         for run in self.layout.runs_of_slot[slot]:
             if run.rank == self.transport.rank:
                 stop = run.shard_offset + run.numel
-                state = {k: flat[run.shard_offset : stop] for k, flat in arena.state.items()}
-                parts.append((arena.parameter_run(run), state))
+                parts.append((arena.parameter_run(run), arena.state_of(run.shard_offset, stop)))
         return parts
 
     def look_at_writes(self) -> None:

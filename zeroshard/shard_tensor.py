@@ -90,6 +90,14 @@ class Slices:
             other.by_rank,
         )
 
+    def per_block(self, block: int) -> "Slices":
+        """The slices of a flat tensor with one element for each `block` elements of this one."""
+        by_rank = tuple(
+            tuple((start // block, -(-numel // block)) for start, numel in ranges)
+            for ranges in self.by_rank
+        )
+        return Slices((-(-self.numel // block),), (1,), by_rank)
+
     def cut(self, flat: Tensor, rank: int) -> Tensor:
         """One rank's slice of a tensor given in storage order; a view where it is one range."""
         pieces = [flat[start : start + numel] for start, numel in self.by_rank[rank]]

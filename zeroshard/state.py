@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from .conversions import exact_master, read_moment, restore_master, write_moment
 from .engine import Engine
 from .errors import ConfigError
-from .shard_tensor import ShardTensor
+from .formats import MOMENT_NAMES
+from .layout import BLOCK
+from .shard_tensor import ShardTensor, Slices
 from .storage import slot_view
-from .update import exact_master, restore_master
 
 __all__ = ["check_groups", "consolidate", "load_slot", "slices_of", "state_of"]
 
@@ -25,12 +27,13 @@ def state_of(engine: Engine, slot: int) -> dict[str, Any]:
     start, stop = engine.layout.local_range(slot, engine.transport.rank)
     state: dict[str, Any] = {"step": engine.counters.views[slot]}
     slices = engine.gradients.shards.slices[slot]
-    for name, flat in arena.state.items():
-        local = flat[start:stop]
+    local = arena.state_of(start, stop)
+    for field in arena.fields:
+        here = slices if field.per == 1 else slices.per_block(field.per)
         if engine.transport.distributed:
-            state[name] = ShardTensor(local, slices, engine.transport)
+            state[field.name] = ShardTensor(local[field.name], here, engine.transport)
         else:
-            state[name] = slot_view(local, slices.shape, slices.stride)
+            state[field.name] = slot_view(local[field.name], here.shape, here.stride)
     return state
 
 
@@ -44,6 +47,14 @@ def master_of(engine: Engine, slot: int) -> ShardTensor | None:
     nothing = torch.empty(0, dtype=torch.float32, device=engine.counters.counts.device)
     local = torch.cat([nothing, *(master for master in masters if master is not None)])
     return ShardTensor(local, engine.gradients.shards.slices[slot], engine.transport)
+
+
+def _moment_of(engine: Engine, slot: int, name: str) -> ShardTensor:
+    """The fp32 values of one of the slot's moments."""
+    arena = engine.arenas[engine.layout.slots[slot].arena]
+    start, stop = engine.layout.local_range(slot, engine.transport.rank)
+    values = read_moment(name, arena.state_of(start, stop))
+    return ShardTensor(values, engine.gradients.shards.slices[slot], engine.transport)
 
 
 def _set_master(engine: Engine, slot: int, local: Tensor) -> None:
@@ -74,8 +85,8 @@ def consolidate(engine: Engine, parameters: Sequence[Any], to: int) -> dict[int,
             continue
         state = state_of(engine, slot)
         entry = {"step": state["step"].detach().cpu().clone()}
-        for name in ("exp_avg", "exp_avg_sq"):
-            entry[name] = _whole(state[name])
+        for name in MOMENT_NAMES:
+            entry[name] = _whole(_moment_of(engine, slot, name))
         master = master_of(engine, slot)
         if master is not None:
             entry["master"] = _whole(master)
@@ -110,10 +121,16 @@ def slices_of(engine: Engine, slot: int, saved: Mapping[str, Any]) -> dict[str, 
         ConfigError: a tensor that does not fit.
     """
     name = engine.layout.slots[slot].spec.name
-    known = ("exp_avg", "exp_avg_sq", "master", "remainder")
-    local = {
-        key: _local(engine, slot, saved[key], f"{key} of {name!r}") for key in known if key in saved
-    }
+    slices = engine.gradients.shards.slices[slot]
+    local = {}
+    for key in ("exp_avg", "exp_avg_sq", "master", "remainder"):
+        if key in saved:
+            local[key] = _local(engine, slices, saved[key], f"{key} of {name!r}")
+    for key in MOMENT_NAMES:
+        if f"{key}_scale" in saved:
+            of_blocks, what = slices.per_block(BLOCK), f"{key}_scale of {name!r}"
+            scale = _local(engine, of_blocks, saved[f"{key}_scale"], what)
+            local[key] = read_moment(key, {key: local[key], f"{key}_scale": scale})
     local["step"] = torch.as_tensor(saved.get("step", 0), dtype=torch.float32).reshape(())
     return local
 
@@ -123,18 +140,18 @@ def load_slot(engine: Engine, slot: int, local: Mapping[str, Tensor]) -> None:
     engine.counters.views[slot].copy_(local["step"])
     arena = engine.arenas[engine.layout.slots[slot].arena]
     start, stop = engine.layout.local_range(slot, engine.transport.rank)
-    for name, flat in arena.state.items():
-        if name in ("exp_avg", "exp_avg_sq") and name not in local:
-            flat[start:stop].zero_()
-        elif name != "master" and name in local:
-            flat[start:stop].copy_(local[name])
+    state = arena.state_of(start, stop)
+    for name in MOMENT_NAMES:
+        values = local.get(name, torch.zeros(stop - start))
+        write_moment(name, values.to(arena.device, torch.float32), state)
+    if "remainder" in local and "remainder" in state:
+        state["remainder"].copy_(local["remainder"])
     if "master" in local and "remainder" not in local:
         _set_master(engine, slot, local["master"])
 
 
-def _local(engine: Engine, slot: int, value: Any, what: str) -> Tensor:
+def _local(engine: Engine, slices: Slices, value: Any, what: str) -> Tensor:
     """This rank's slice of a saved value, [slice's numel] in storage order."""
-    slices = engine.gradients.shards.slices[slot]
     if isinstance(value, ShardTensor):
         if not value.slices.same_as(slices):
             raise ConfigError(

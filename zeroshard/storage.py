@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from .formats import Field
 from .layout import ArenaPlan, Run
 
 __all__ = ["Arena", "BufferPool", "on_device", "slot_view", "storage_nbytes"]
@@ -29,7 +30,8 @@ class Arena:
         is_whole: whether `parameters` has memory and values.
         gradients: [shard_numel] fp32, this rank's averaged gradients, or None before they exist.
             Padding, and the runs of slots without a gradient, are zero.
-        state: field name -> [shard_numel] of the field's dtype.
+        fields: the fields of the state.
+        state: field name -> [shard_numel / field.per] of the field's dtype.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Arena:
         self.is_reached = sharded is False  # by the backward under way, through its unit's outputs
         self.gradients: Tensor | None = None
         self.generation = 0  # how often the gradient shard was allocated
+        self.fields: tuple[Field, ...] = ()
         self.state: dict[str, Tensor] = {}
 
     def allocate(self, numel: int, dtype: str) -> Tensor:
@@ -62,6 +65,21 @@ class Arena:
             self.gradients = self.allocate(self.shard_numel, "float32")
             self.generation += 1
         return self.gradients
+
+    def allocate_state(self, fields: Sequence[Field]) -> None:
+        """Make the state, all zeros."""
+        self.fields = tuple(fields)
+        self.state = {
+            field.name: self.allocate(self.shard_numel // field.per, field.dtype)
+            for field in fields
+        }
+
+    def state_of(self, start: int, stop: int) -> dict[str, Tensor]:
+        """The state of elements [start, stop) of the shard; `start` is a multiple of 256."""
+        return {
+            field.name: self.state[field.name][start // field.per : -(-stop // field.per)]
+            for field in self.fields
+        }
 
     def bucket(self, index: int) -> Tensor:
         """[bucket.numel] of the parameters."""
@@ -125,7 +143,7 @@ class Arena:
         return int(torch._C._storage_Use_Count(self.storage._cdata))
 
 
-def on_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A small tensor of host values, copied without making the host wait for the device."""
     tensor = torch.tensor(values, dtype=dtype)
     if device.type == "cpu":

@@ -1,0 +1,263 @@
+"""AdamW in one launch over all of an arena's shards: by Triton, or by its twin in torch.
+
+A table of rows says where each slot's elements lie, a table of scalars what to do to each slot, so
+that param groups, parameters and buckets make no launch of their own.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .formats import Format
+from .layout import BLOCK, Layout
+from .storage import Arena, on_device
+from .triton_kernels.adamw import LEAST_EPS, ROW_BLOCKS, ROW_COLUMNS, Scalars, State, adamw_
+
+__all__ = ["KernelUpdater", "SlotScalars", "first_blocks", "plan_rows"]
+
+ROUNDING_SEED = 0x5EED
+"""Of stochastic rounding. The same in every run and on every rank, so that replicas round alike."""
+
+LAUNCHES = 4
+"""In how many launches an arena is updated whose buckets are gathered afterwards: the gather of the
+first ones goes on while the others are updated."""
+
+
+def first_blocks(param_groups: Sequence[Mapping[str, Any]]) -> dict[nn.Parameter, int]:
+    """Model space: each parameter's first block of 256, in the order of the param groups.
+
+    The order is the user's, so it knows neither stage nor ranks. Frozen parameters count too.
+    """
+    parameters = [parameter for group in param_groups for parameter in group["params"]]
+    ends = accumulate(-(-parameter.numel() // BLOCK) for parameter in parameters)
+    return dict(zip(parameters, [0, *ends], strict=False))
+
+
+def plan_rows(
+    layout: Layout, buckets: Iterable[int], rank: int, first_block: Sequence[int], *, sharded: bool
+) -> tuple[list[list[int]], dict[int, tuple[int, int]]]:
+    """The chunk table of a rank's shards, in units of 256 elements.
+
+    Args:
+        layout: who owns what.
+        buckets: the buckets of one arena.
+        rank: whose shards.
+        first_block: [slots] the first block of each slot in model space.
+        sharded: whether parameters lie like the state, or in the whole arena.
+
+    Returns:
+        Rows as `adamw_` takes them, and for each bucket its first row and the one after its last.
+    """
+    rows: list[list[int]] = []
+    rows_of: dict[int, tuple[int, int]] = {}
+    for bucket in buckets:
+        first = len(rows)
+        for slot in layout.slots_of_bucket[bucket]:
+            for run in layout.runs_of_slot[slot]:
+                if run.bucket != bucket or run.rank != rank:
+                    continue
+                parameter = run.shard_offset if sharded else run.arena_offset
+                key = first_block[slot] + run.slot_offset // BLOCK
+                num_blocks = -(-run.numel // BLOCK)  # the padding of the last one is zero
+                for block in range(0, num_blocks, ROW_BLOCKS):
+                    offsets = [run.shard_offset // BLOCK + block, parameter // BLOCK + block]
+                    length = min(ROW_BLOCKS, num_blocks - block)
+                    rows.append([*offsets, length, slot, key + block])
+        rows_of[bucket] = (first, len(rows))
+    return rows, rows_of
+
+
+class SlotScalars:
+    """What the update does to each slot: hyperparameters, bias corrections, flags.
+
+    Attributes:
+        table: [slots, 12] fp32, see `Scalars`; of the last `refresh`.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.table = torch.zeros(num_slots, len(Scalars._fields), device=device)
+        self._options = torch.empty(0, dtype=torch.float64, device=device)  # [groups, 6]
+        self._known: list[tuple[float, ...]] = []
+
+    def plan(self, group_of: Mapping[int, int]) -> None:
+        """Update the slots in `group_of` (slot -> number of its param group) and no other."""
+        slots = range(len(self.table))
+        device = self.table.device
+        self._group_of = on_device([group_of.get(s, 0) for s in slots], torch.int64, device)
+        self._used = on_device([float(s in group_of) for s in slots], torch.float32, device)
+
+    def refresh(
+        self, param_groups: Sequence[Mapping[str, Any]], counts: Tensor, found_inf: Tensor | None
+    ) -> None:
+        """Make the table of a step.
+
+        Bias corrections and complements are computed in fp64 and rounded once: in fp32, 1 - beta2
+        would be off by 1e-5 of itself. No value comes to the host.
+
+        Args:
+            param_groups: torch's param groups.
+            counts: [slots] fp32: how many updates each slot will have had.
+            found_inf: [1] fp32; where it is 1 nothing is stored. None: always store.
+        """
+        options = self._options_of(param_groups).index_select(0, self._group_of)
+        lr, weight_decay, eps, sign = options[:, :4].unbind(1)
+        betas = options[:, 4:]
+        steps = counts.double()
+        taken = steps.clamp(min=1)  # a slot that is not updated may have had none
+        complements = 1 - betas
+        corrections = 1 - betas ** taken[:, None]
+        live = self._used if found_inf is None else self._used * (1 - found_inf)
+        columns = Scalars(
+            sign=sign,
+            lr_decay=lr * weight_decay,
+            beta1=betas[:, 0],
+            one_minus_beta1=complements[:, 0],
+            beta2=betas[:, 1],
+            one_minus_beta2=complements[:, 1],
+            step_size=lr / corrections[:, 0],
+            correction=corrections[:, 1].rsqrt(),
+            eps=eps,
+            bound=_bound(betas, complements, corrections, taken),
+            step=steps,
+            live=live.double(),
+        )
+        self.table = torch.stack(columns, dim=1).float()
+
+    def _options_of(self, param_groups: Sequence[Mapping[str, Any]]) -> Tensor:
+        """[groups, 6] fp64; copied to the device only where something changed."""
+        on_gpu = [
+            (number, group["lr"])
+            for number, group in enumerate(param_groups)
+            if isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu"
+        ]
+        tensors = {number for number, _ in on_gpu}
+        known = [
+            (
+                0.0 if number in tensors else float(group["lr"]),
+                float(group["weight_decay"]),
+                max(float(group["eps"]), LEAST_EPS),
+                -1.0 if group["maximize"] else 1.0,
+                *map(float, group["betas"]),
+            )
+            for number, group in enumerate(param_groups)
+        ]
+        if known != self._known:
+            flat = [value for values in known for value in values]
+            device = self.table.device
+            self._options = on_device(flat, torch.float64, device).view(len(known), 6)
+            self._known = known
+        for number, lr in on_gpu:  # read where it is
+            self._options[number, 0] = lr
+        return self._options
+
+
+def _bound(betas: Tensor, complements: Tensor, corrections: Tensor, steps: Tensor) -> Tensor:
+    """[slots] fp64: what |update| of exact AdamW cannot exceed, by Cauchy-Schwarz.
+
+    m is a sum of (1-b1) b1^i g_i and v one of (1-b2) b2^i g_i^2, so m^2 / v is at most the sum of
+    (1-b1)^2 / (1-b2) (b1^2 / b2)^i over i < t. Moments of 8 bits can make it larger, where an m was
+    rounded up and its v down. Betas that change between steps make it a little too small.
+    """
+    beta1, beta2 = betas.unbind(1)
+    ratio = beta1.square() / beta2
+    is_one = ratio == 1
+    away = torch.where(is_one, 0.5, ratio)
+    total = torch.where(is_one, steps, (1 - away**steps) / (1 - away))
+    unbiased = corrections[:, 1].sqrt() / corrections[:, 0]
+    bound = complements[:, 0] / complements[:, 1].sqrt() * total.sqrt() * unbiased
+    # beta2 = 0 forgets what beta1 remembers: there is no bound.
+    return torch.where(bound.isfinite(), bound, torch.inf)
+
+
+class KernelUpdater:
+    """The update of one arena's shards on this rank, by `adamw_`.
+
+    Args:
+        arena: the memory.
+        layout: who owns what.
+        fmt: how the state is stored.
+        scalars: what to do to each slot.
+        first_block: [slots] the first block of each slot in model space.
+        gathers: whether buckets are gathered after their update.
+    """
+
+    takes_coefficient = True
+
+    def __init__(
+        self,
+        arena: Arena,
+        layout: Layout,
+        fmt: Format,
+        scalars: SlotScalars,
+        first_block: Sequence[int],
+        *,
+        gathers: bool,
+    ) -> None:
+        self.arena, self.format, self.scalars = arena, fmt, scalars
+        buckets = [bucket.index for bucket in arena.plan.buckets]
+        sharded = arena.shard is not None
+        rows, self.rows_of = plan_rows(layout, buckets, arena.rank, first_block, sharded=sharded)
+        padded = [value for row in rows for value in row + [0] * (ROW_COLUMNS - len(row))]
+        self.rows = on_device(padded, torch.int32, arena.device).view(-1, ROW_COLUMNS)
+        self.num_launches = LAUNCHES if gathers and not sharded else 1
+        self._buckets: list[int] = []
+
+    def plan(self, group_of: Mapping[int, int], buckets: Sequence[int]) -> list[list[int]]:
+        """What to update in one go each.
+
+        Args:
+            group_of: slot -> number of its param group, for slots that have a gradient.
+            buckets: those of the arena in which a slot has a gradient, in order.
+
+        Returns:
+            The same buckets, cut into lists; one is what `update` takes.
+        """
+        size = max(-(-len(buckets) // self.num_launches), 1)
+        return [list(buckets[start : start + size]) for start in range(0, len(buckets), size)]
+
+    def update(
+        self,
+        buckets: Sequence[int],
+        param_groups: Sequence[dict[str, Any]],
+        found_inf: Tensor | None,
+        coefficient: Tensor | None,
+    ) -> None:
+        """Update this rank's shards of some of the buckets, in place.
+
+        Args:
+            buckets: a list that `plan` made; what lies between them is left alone by its scalars.
+            param_groups: in the scalars already.
+            found_inf: the same.
+            coefficient: [1] fp32, what gradients are multiplied by; None: 1.
+        """
+        first, stop = self.rows_of[buckets[0]][0], self.rows_of[buckets[-1]][1]
+        parameters = self.arena.parameters if self.arena.shard is None else self.arena.shard
+        gradients = self.arena.allocate_gradients()
+        state = self.arena.state
+        anything = gradients  # in the place of what the format does not have
+        tensors = State(
+            grad=gradients,
+            param=parameters,
+            master=state.get("master", state.get("remainder", anything)),
+            exp_avg=state["exp_avg"],
+            exp_avg_sq=state["exp_avg_sq"],
+            exp_avg_scale=state.get("exp_avg_scale", anything),
+            exp_avg_sq_scale=state.get("exp_avg_sq_scale", anything),
+        )
+        adamw_(
+            tensors,
+            self.rows,
+            self.scalars.table,
+            torch.ones_like(gradients[:1]) if coefficient is None else coefficient,
+            first,
+            stop - first,
+            ROUNDING_SEED,
+            self.format.master if self.format.master != "param" else "none",
+            self.format.moments,
+        )
+
+    def forget_gradients(self) -> None:
+        """Nothing is kept of a gradient shard."""
