@@ -20,7 +20,6 @@ __all__ = [
     "agree_on_flag",
     "check_finite",
     "clip_coefficient",
-    "total_norm",
 ]
 
 logger = logging.getLogger(__name__)
@@ -37,6 +36,7 @@ class GradientNorms:
         self.layout, self.arenas, self.transport = layout, list(arenas), transport
         self._key: tuple[object, ...] | None = None
         self._norms = torch.empty(0, dtype=torch.float32)
+        self._order: tuple[list[int], Tensor] = ([], torch.empty(0, dtype=torch.int64))
         self._lengths: list[Tensor] = []  # for each arena: blocks of each slot
 
     def _make_tables(self) -> None:
@@ -64,6 +64,14 @@ class GradientNorms:
             self._norms[self._slot_order] = by_arena
             self._key = key
         return self._norms
+
+    def total(self, slots: Sequence[int], p: float) -> Tensor:
+        """[] fp32: the p-norm of the gradients of `slots`, added up in the order given."""
+        norms = self.norms(p)
+        if self._order[0] != slots:
+            self._order = (list(slots), on_device(slots, torch.int64, norms.device))
+        norm: Tensor = torch.linalg.vector_norm(norms[self._order[1]], p)  # as get_total_norm
+        return norm
 
     def _parts(self, number: int, p: float) -> Tensor:
         """[slots of the arena] fp64: this rank's part of each slot's sum of powers."""
@@ -94,12 +102,6 @@ class SlotNorm:
 
 def _version(tensor: Tensor | None) -> int:
     return -1 if tensor is None else tensor._version
-
-
-def total_norm(norms: Tensor, p: float) -> Tensor:
-    """[] the norm of all gradients from the norms of each, as torch.nn.utils.get_total_norm."""
-    norm: Tensor = torch.linalg.vector_norm(norms, p)
-    return norm
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

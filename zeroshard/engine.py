@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .clipping import SkipCounter, agree_on_flag, check_finite, clip_coefficient, total_norm
+from .clipping import SkipCounter, agree_on_flag, check_finite, clip_coefficient
 from .config import Options, Precision
 from .construction import compare_ranks, fill_arena, plan_parameters
 from .errors import ConfigError
@@ -24,7 +24,7 @@ from .masters import Masters
 from .parameters import Parameters
 from .schedule import Action, Event, compile_schedule
 from .sharded_model import ShardedModel
-from .storage import Arena, BufferPool, on_device
+from .storage import Arena, BufferPool
 from .transport import Op, Pending, Transport
 from .update import StepCounters, Updater, new_updaters
 
@@ -313,10 +313,12 @@ class Engine:
 
     def grad_norm(self, used: Sequence[int], p: float) -> Tensor:
         """[] fp32: the global p-norm of the gradients of `used`."""
-        norms = self.gradients.shards.norms.norms(p)
-        if len(used) < len(norms):
-            norms = norms[on_device(used, torch.int64, norms.device)]
-        return total_norm(norms, p)
+        with_gradient = set(used)
+        parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        # The order of the param groups, unlike that of slots, is the same in every stage.
+        slots = [self.slot_of[parameter] for parameter in parameters if parameter in self.slot_of]
+        ordered = [slot for slot in slots if slot in with_gradient]
+        return self.gradients.shards.norms.total(ordered, p)
 
     def scale_gradients(self, norm: Tensor, max_norm: float) -> None:
         """Clip: scale the gradient shards, whose global norm is `norm`, to at most `max_norm`."""
