@@ -58,9 +58,14 @@ def assemble(model: nn.Module, stage: int, options: Options, world: World) -> Tr
     """The one place that knows which optimizer is used."""
     groups = parameter_groups(model)
     if stage > 0:
-        mesh = world.mesh(options.mesh)
         optimizer = zeroshard.AdamW(
-            groups, lr=options.lr, betas=(0.9, 0.95), model=model, stage=stage, mesh=mesh
+            groups,
+            lr=options.lr,
+            betas=(0.9, 0.95),
+            model=model,
+            stage=stage,
+            mesh=world.mesh(options.mesh),
+            precision=zeroshard.Precision(moments=options.moments),
         )
         return Trainee(
             model=model,

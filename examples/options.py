@@ -23,6 +23,7 @@ class Options:
     lr: float  # the highest, after warm-up
     accumulate: int  # micro-batches per step
     dtype: str
+    moments: str
     seed: int
     layers: int
     width: int
@@ -55,6 +56,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     add("--lr", type=float, help=f"learning rate after warm-up {default_of('lr')}")
     add("--accumulate", type=int, default=1, help="micro-batches per step")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the parameters")
+    add("--moments", choices=("fp32", "bf16", "int8"), default="fp32", help="of zeroshard's AdamW")
     add("--seed", type=int, default=0)
     add("--layers", type=int, default=4)
     add("--width", type=int, default=256, help="a multiple of 64")

@@ -68,9 +68,11 @@ class GradientNorms:
     def total(self, slots: Sequence[int], p: float) -> Tensor:
         """[] fp32: the p-norm of the gradients of `slots`, added up in the order given."""
         norms = self.norms(p)
-        if self._order[0] != slots:
-            self._order = (list(slots), on_device(slots, torch.int64, norms.device))
-        norm: Tensor = torch.linalg.vector_norm(norms[self._order[1]], p)  # as get_total_norm
+        if slots != list(range(len(norms))):
+            if slots != self._order[0]:
+                self._order = (list(slots), on_device(slots, torch.int64, norms.device))
+            norms = norms[self._order[1]]
+        norm: Tensor = torch.linalg.vector_norm(norms, p)  # as torch.nn.utils.get_total_norm
         return norm
 
     def _parts(self, number: int, p: float) -> Tensor:

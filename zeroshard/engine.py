@@ -356,7 +356,8 @@ class Engine:
                 if not with_gradient.isdisjoint(self.layout.slots_of_bucket[bucket.index])
             ]
             self._work += [(number, together) for together in updater.plan(group_of, buckets)]
-        self.scalars.plan(group_of)
+        if self._reads_scalars:
+            self.scalars.plan(group_of)
         self._planned_for = planned_for
 
     # --- what else the optimizer offers

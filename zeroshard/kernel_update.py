@@ -78,13 +78,14 @@ class SlotScalars:
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
-        self.table = torch.zeros(num_slots, len(Scalars._fields), device=device)
+        self.num_slots = num_slots
+        self.table = torch.empty(0, len(Scalars._fields), device=device)
         self._options = torch.empty(0, dtype=torch.float64, device=device)  # [groups, 6]
         self._known: list[tuple[float, ...]] = []
 
     def plan(self, group_of: Mapping[int, int]) -> None:
         """Update the slots in `group_of` (slot -> number of its param group) and no other."""
-        slots = range(len(self.table))
+        slots = range(self.num_slots)
         device = self.table.device
         self._group_of = on_device([group_of.get(s, 0) for s in slots], torch.int64, device)
         self._used = on_device([float(s in group_of) for s in slots], torch.float32, device)
