@@ -12,6 +12,7 @@ from .shard_reductions import combine_powers, finish_norms
 from .shard_tensor import ShardTensor
 from .storage import Arena, on_device
 from .transport import Op, Transport
+from .triton_kernels.launch import is_available
 from .triton_kernels.norm import block_powers
 
 __all__ = [
@@ -35,6 +36,7 @@ class GradientNorms:
     def __init__(self, layout: Layout, arenas: Sequence[Arena], transport: Transport) -> None:
         self.layout, self.arenas, self.transport = layout, list(arenas), transport
         self._key: tuple[object, ...] | None = None
+        self._found: Tensor | None = None
         self._norms = torch.empty(0, dtype=torch.float32)
         self._order: tuple[list[int], Tensor] = ([], torch.empty(0, dtype=torch.int64))
         self._lengths: list[Tensor] = []  # for each arena: blocks of each slot
@@ -54,16 +56,30 @@ class GradientNorms:
 
     def norms(self, p: float) -> Tensor:
         """[slots] fp32 p-norms, the same on every rank; one all-reduce when they are not known."""
-        key = (p, *((arena.generation, _version(arena.gradients)) for arena in self.arenas))
+        key = (p, *self._versions())
         if key != self._key:
             if not self._lengths:
                 self._make_tables()
+            self._found = None
+            if all(is_available(arena.device) for arena in self.arenas):
+                self._found = torch.zeros(1, device=self.arenas[0].device)
             parts = [self._parts(number, p) for number in range(len(self.arenas))]
             by_arena = finish_norms(torch.cat(parts), p, self.transport)
             self._norms = torch.empty_like(by_arena)
             self._norms[self._slot_order] = by_arena
             self._key = key
         return self._norms
+
+    def flag(self) -> Tensor | None:
+        """[1] fp32: 1 if a gradient here is Inf or NaN, where the norms were computed from the
+        gradients as they are now by a kernel that notices it in the same read; else None.
+        """
+        if self._found is None or self._key is None or self._key[1:] != self._versions():
+            return None
+        return self._found.clone()
+
+    def _versions(self) -> tuple[object, ...]:
+        return tuple((arena.generation, _version(arena.gradients)) for arena in self.arenas)
 
     def total(self, slots: Sequence[int], p: float) -> Tensor:
         """[] fp32: the p-norm of the gradients of `slots`, added up in the order given."""
@@ -81,7 +97,7 @@ class GradientNorms:
         if arena.gradients is None:
             empty = torch.empty(0, dtype=torch.float64, device=arena.device)
             return combine_powers(empty, p).expand(len(lengths)).clone()
-        powers = block_powers(arena.gradients, p)[: self._num_blocks[number]]
+        powers = block_powers(arena.gradients, p, self._found)[: self._num_blocks[number]]
         kind = {math.inf: "max", -math.inf: "min"}.get(p, "sum")
         parts = torch.segment_reduce(powers, kind, lengths=lengths, unsafe=True)
         return parts.clamp(min=0) if kind == "max" else parts  # no block at all: -inf
