@@ -4,15 +4,20 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 RANKS  ?= 2
+OUT    ?= runs/gpu
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check types lint format pytest install clean
+.PHONY: demo test gpu check types lint format pytest install clean
 
 demo: install  ## train a small language model under stages 0 to 3 on two ranks and compare
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) examples/finetune.py --compare --out runs/demo
 
 test: check pytest  ## lint, types and all tests
+
+gpu:  ## tests and benchmarks that need a GPU, with the packages that $(PYTHON) has
+	PYTHONPATH=. $(PYTHON) -m pytest -q -m gpu
+	PYTHONPATH=. $(PYTHON) benchmarks/kernels.py --json $(OUT)/kernels.json
 
 check: lint types
 

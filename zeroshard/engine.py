@@ -331,8 +331,8 @@ class Engine:
         if flags_are_valid:
             found = self.gradients.reducer.flags.sum().clamp(max=1).reshape(1)
         else:
-            found = self.gradients.shards.norms.flag()
-            found = check_finite(self.arenas) if found is None else found
+            known = self.gradients.shards.norms.flag()
+            found = check_finite(self.arenas) if known is None else known
         agree_on_flag(found, self.transport, self.step_count)
         self.skips.add(found)
         return found

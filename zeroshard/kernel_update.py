@@ -163,7 +163,7 @@ def _bound(betas: Tensor, complements: Tensor, corrections: Tensor, steps: Tenso
     rounded up and its v down. Betas that change between steps make it a little too small.
     """
     beta1, beta2 = betas.unbind(1)
-    ratio = beta1.square() / beta2
+    ratio = torch.where(beta1 == 0, 0.0, beta1.square() / beta2)
     is_one = ratio == 1
     away = torch.where(is_one, 0.5, ratio)
     total = torch.where(is_one, steps, (1 - away**steps) / (1 - away))

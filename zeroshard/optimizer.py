@@ -58,7 +58,8 @@ class AdamW(torch.optim.Optimizer):
             default group.
         precision: see `Precision`.
         bucket_mb: target size of a communication bucket in MiB.
-        max_grad_norm: clip the global gradient norm to this inside `step`.
+        max_grad_norm: clip the global gradient norm to this inside `step`. Where the update reads
+            gradients through the coefficient, `p.grad` itself stays as backward left it.
         reduction: "mean" over the ranks, or "sum" for losses that are normalised over all ranks.
         sync_init: take parameters and, where the module is known, buffers from the first rank.
         skip_nonfinite: skip a step on every rank when any gradient holds an Inf or a NaN; counted
