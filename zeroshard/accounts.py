@@ -8,7 +8,7 @@ from .shard_tensor import ShardTensor
 from .storage import storage_nbytes
 from .update import implementation_of
 
-__all__ = ["memory_of", "summary_of"]
+__all__ = ["is_updated_by_torch", "memory_of", "summary_of"]
 
 
 def memory_of(engine: Engine) -> dict[str, int]:
@@ -33,6 +33,15 @@ def memory_of(engine: Engine) -> dict[str, int]:
     }
     held["optimizer_state"] = held["master"] + held["moments"]
     return held
+
+
+def is_updated_by_torch(engine: Engine) -> bool:
+    """Whether torch's fused kernel makes every update."""
+    made_by = {
+        implementation_of(fmt, arena.device)
+        for arena, fmt in zip(engine.arenas, engine.formats, strict=True)
+    }
+    return made_by <= {"torch fused"}
 
 
 def summary_of(engine: Engine) -> str:

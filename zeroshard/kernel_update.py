@@ -204,7 +204,7 @@ class KernelUpdater:
         padded = [value for row in rows for value in row + [0] * (ROW_COLUMNS - len(row))]
         self.rows = on_device(padded, torch.int32, arena.device).view(-1, ROW_COLUMNS)
         self.num_launches = LAUNCHES if gathers and not sharded else 1
-        self._buckets: list[int] = []
+        self._one = torch.ones(1, device=arena.device)
 
     def plan(self, group_of: Mapping[int, int], buckets: Sequence[int]) -> list[list[int]]:
         """What to update in one go each.
@@ -252,7 +252,7 @@ class KernelUpdater:
             tensors,
             self.rows,
             self.scalars.table,
-            torch.ones_like(gradients[:1]) if coefficient is None else coefficient,
+            self._one if coefficient is None else coefficient,
             first,
             stop - first,
             ROUNDING_SEED,

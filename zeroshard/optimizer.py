@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .accounts import memory_of, summary_of
+from .accounts import is_updated_by_torch, memory_of, summary_of
 from .config import Options, Precision
 from .engine import Engine
 from .errors import ConfigError, GradientError
@@ -273,7 +273,8 @@ class AdamW(torch.optim.Optimizer):
         finally:
             self.state.update(mine)
         packed["state"] = {key: dict(entry) for key, entry in self._consolidated.items()}
-        packed["param_groups"] = [dict(group, fused=True) for group in packed["param_groups"]]
+        if is_updated_by_torch(self.engine):  # which takes the implementation from the file
+            packed["param_groups"] = [dict(group, fused=True) for group in packed["param_groups"]]
         return packed
 
     def consolidate_state_dict(self, to: int = 0) -> None:

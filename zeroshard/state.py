@@ -1,4 +1,4 @@
-"""Optimizer state in torch's own AdamW format, and from it. Never casts a state.
+"""Optimizer state in torch's own AdamW format, and from it. Rounds moments to our format only.
 
 A state dict is local unless `consolidate` made it whole; loading never communicates.
 """
