@@ -27,7 +27,7 @@ from .cast import (
     split_master,
     upcast,
 )
-from .launch import is_available, kernel, launch, sizes_for
+from .launch import is_available, kernel, launch, sizes_for, target_of
 from .quantize import (
     decode_first,
     decode_first_twin,
@@ -58,7 +58,6 @@ __all__ = [
 
 BLOCK = 256  # elements; the unit of offsets and lengths
 ROW_BLOCKS = 64  # the most blocks in a row of the chunk table
-VECTORS = 2  # how often a program does its BLOCK: what it reads once costs half
 ROW_COLUMNS = 8
 """A row of the chunk table, int32 in units of 256 elements: offset in the state and the gradient,
 offset in the parameters, length, slot, index of the first block in model space; three unused."""
@@ -289,16 +288,16 @@ def launch_adamw(
     moments: str,
 ) -> None:
     """`adamw_` by Triton, or by its interpreter."""
-    block, num_warps = sizes_for(moments, state.grad.device)
+    sizes = sizes_for(moments, target_of(state.grad.device))
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     dtypes = names[state.grad.dtype], names[state.param.dtype]
     launch(
         "adamw_kernel",
-        num_rows * (ROW_BLOCKS * BLOCK // (VECTORS * block)),
+        num_rows * (ROW_BLOCKS * BLOCK // sizes.program_numel),
         (*state, rows, scalars, coefficient),
         (first_row, seed),
-        (*dtypes, master, moments, ROW_BLOCKS, VECTORS, block),
-        num_warps,
+        (*dtypes, master, moments, ROW_BLOCKS, sizes.vectors, sizes.block),
+        sizes.num_warps,
     )
 
 

@@ -8,13 +8,14 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["is_available", "kernel", "launch", "load", "sizes_for"]
+__all__ = ["is_available", "kernel", "launch", "load", "sizes_for", "target_of"]
 
 _functions: dict[str, Callable[..., Any]] = {}
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -61,14 +62,45 @@ def is_available(device: torch.device) -> bool:
     return device.type == "cuda" and _is_installed()
 
 
-def sizes_for(moments: str, device: torch.device) -> tuple[int, int]:
-    """BLOCK of the update, and the warps of a program.
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How the update is cut into programs."""
+
+    block: int  # elements that a program has in registers at a time
+    vectors: int  # how many of them it does, one after the other
+    num_warps: int
+
+    @property
+    def program_numel(self) -> int:
+        """Elements of a program."""
+        return self.block * self.vectors
+
+
+def sizes_for(moments: str, target: str) -> Sizes:
+    """The sizes for moments of a format on a target, "sm_90" or "gfx942" for example.
 
     Four elements a thread make 16-byte accesses of fp32 and 8-byte ones of 16-bit types without a
-    detour through shared memory. With 8-bit moments a warp takes a whole block of 256.
+    detour through shared memory. With 8-bit moments a warp takes a whole block of 256. Two vectors
+    a program read its row of the table and its scalars once; on Blackwell Triton then needs so many
+    registers for 16- and 8-bit moments that one is better. docs/kernels.md has the figures.
     """
-    warps = 2 if device.type == "cuda" and torch.version.hip is not None else 4
-    return (1024 if moments == "int8" else 512), warps
+    is_amd, is_blackwell = target.startswith("gfx"), target.startswith(("sm_10", "sm_12"))
+    return Sizes(
+        block=1024 if moments == "int8" else 512,
+        vectors=1 if is_blackwell and moments != "fp32" else 2,
+        num_warps=2 if is_amd else 4,
+    )
+
+
+@cache
+def target_of(device: torch.device) -> str:
+    """What kernels for `device` are compiled for; a CPU has Triton's interpreter only."""
+    if device.type == "cpu":
+        return "cpu"
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -104,7 +136,8 @@ def launch(
     key = (name, device.index, num_warps, *constants, *alignments)
     with _current(device):
         compiled = _compiled.get(key)
-        if compiled is None:
+        # For AMD Triton compiles in how far the memory behind a pointer reaches, so it must look.
+        if compiled is None or torch.version.hip is not None:
             # Fusing a multiplication with an addition would round once where torch rounds twice.
             options = {"num_warps": num_warps, "enable_fp_fusion": False}
             arguments = (*map(_bits, tensors), *numbers, *constants)

@@ -23,7 +23,7 @@ __all__ = ["block_powers", "block_powers_twin", "launch_norm", "norm_kernel"]
 
 BLOCK = 256
 CHUNK = 512 * BLOCK  # elements; a chunk and its square stay in the second-level cache
-PROGRAM_BLOCKS = 4
+PROGRAM_BLOCKS = 8
 KINDS = {1.0: "1", 2.0: "2", math.inf: "inf"}  # the orders that the kernel knows
 
 
