@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from zeroshard.kernel_update import SlotScalars
 from zeroshard.triton_kernels.adamw import LEAST_EPS, State, adamw_twin
 from zeroshard.triton_kernels.norm import block_powers_twin
-from zeroshard.triton_kernels.quantize import SECOND_LEVELS, _scale_of, exact_sqrt
+from zeroshard.triton_kernels.quantize import (
+    SECOND_LEVELS,
+    _scale_of,
+    decode_second_twin,
+    exact_sqrt,
+)
 
 
 def zeros(blocks, moments="fp32", master="none", dtype=torch.float32):
@@ -131,6 +136,20 @@ def test_special_gradients_stay_where_they_are(moments):
     assert int(wrong.sum()) == (256 if moments == "int8" else 1)
     assert not bool(wrong[:256].any())
     assert not bool(wrong[512:].any())
+
+
+def test_one_huge_finite_gradient_leaves_8_bit_moments_finite():
+    state = zeros(1, "int8")
+    group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "maximize": False}
+    for step, gradient in enumerate((1e22, 3e38, 1.0), start=1):
+        state.grad.fill_(1)
+        state.grad[7] = gradient
+        update(state, group, step, moments="int8")
+        assert bool(state.param.isfinite().all())
+        assert bool(state.exp_avg_sq_scale.isfinite().all())
+        v = decode_second_twin(state.exp_avg_sq, state.exp_avg_sq_scale)
+        assert bool(v.isfinite().all())
+    assert bool((state.param[state.param != state.param[7]] < 0).all())
 
 
 # --- traps: what looks the same and is not

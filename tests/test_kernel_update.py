@@ -124,8 +124,20 @@ def test_the_bound_is_the_largest_update_of_exact_adamw(betas):
         gradient = (beta1 / beta2) ** back if beta2 else float(back == 0)
         m = beta1 * m + (1 - beta1) * gradient
         v = beta2 * v + (1 - beta2) * gradient**2
-    largest = m / (1 - beta1**steps) / math.sqrt(v / (1 - beta2**steps))
+    largest = m / math.sqrt(v / (1 - beta2**steps))  # the step size corrects m
     assert scalars.bound == pytest.approx(largest, rel=1e-6)
+
+
+def test_options_that_change_between_steps_are_seen():
+    group = dict(GROUP)
+    scalars = SlotScalars(1, torch.device("cpu"))
+    scalars.plan({0: 0})
+    for key, value in (("lr", 0.5), ("betas", (0.5, 0.75)), ("weight_decay", 0.0), ("lr", 0.0)):
+        group[key] = value
+        scalars.refresh([group], torch.ones(1), None)
+        fresh = scalars_of([group], {0: 0}, [1.0])[0]
+        assert Scalars(*scalars.table[0].tolist()) == fresh
+    assert fresh.step_size == 0
 
 
 def test_without_a_second_beta_there_is_no_bound():

@@ -62,6 +62,7 @@ ROW_COLUMNS = 8
 """A row of the chunk table, int32 in units of 256 elements: offset in the state and the gradient,
 offset in the parameters, length, slot, index of the first block in model space; three unused."""
 
+LARGEST_V = 2.0**127  # of 8-bit moments
 LEAST_EPS = 2.0**-75
 """Less than the square root of any fp32 number above 0. With eps = 0 a padding element, and one
 that has never seen a gradient, would divide 0 by 0."""
@@ -79,7 +80,7 @@ class Scalars(NamedTuple):
     step_size: Tensor  # lr / (1 - beta1^t)
     correction: Tensor  # 1 / sqrt(1 - beta2^t)
     eps: Tensor  # above 0, see `LEAST_EPS`
-    bound: Tensor  # what |update| cannot exceed, for 8-bit moments
+    bound: Tensor  # what |m / root of v| cannot exceed, v unbiased; for 8-bit moments
     step: Tensor  # t
     live: Tensor  # 1, or 0 where nothing may be stored
 
@@ -187,7 +188,6 @@ def adamw_kernel(
     elif MOMENTS == "bf16":
         step = tl.load(slot + 10).to(tl.int32)
         key = (tl.load(row + 4).to(tl.int64) + part) * 256
-
     for vector in tl.static_range(VECTORS):
         if MOMENTS == "int8":
             block = tl.arange(0, VECTOR_BLOCKS)[:, None] + vector * VECTOR_BLOCKS
@@ -220,6 +220,8 @@ def adamw_kernel(
         x = x - lr_decay * x
         m = beta1 * m + one_minus_beta1 * g
         v = beta2 * v + one_minus_beta2 * g * g
+        if MOMENTS == "int8":  # an infinite one would make NaN of its block; 2^127 decodes finite
+            v = tl.where(v > 1.7014118346046923e38, 1.7014118346046923e38, v)
         root_v = tl.sqrt_rn(v)
         update = tl.div_rn(m, root_v * correction + eps)
         if MOMENTS == "int8":
@@ -351,6 +353,8 @@ def _update(
     x = x - values.lr_decay * x
     m = values.beta1 * m + values.one_minus_beta1 * g
     v = values.beta2 * v + values.one_minus_beta2 * g * g
+    if moments == "int8":
+        v = torch.where(v > LARGEST_V, LARGEST_V, v)
     root_v = exact_sqrt(v)
     update = m / (root_v * values.correction + values.eps)
     if moments == "int8":

@@ -5,17 +5,23 @@ without it. No autotuning: it would run an update many times on live state.
 """
 
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    import triton.language as tl
+
 __all__ = ["is_available", "kernel", "launch", "load", "sizes_for", "target_of"]
+
+logger = logging.getLogger(__name__)
 
 _functions: dict[str, Callable[..., Any]] = {}
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -57,9 +63,24 @@ def _is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@cache
 def is_available(device: torch.device) -> bool:
-    """Whether Triton runs on `device`: a GPU, with Triton installed."""
-    return device.type == "cuda" and _is_installed()
+    """Whether Triton runs on `device`: a GPU that it knows, with all that it needs to compile."""
+    if device.type != "cuda" or not _is_installed():
+        return False
+    try:
+        one = torch.zeros(1, device=device)
+        launch("probe", 1, (one,), (), (), num_warps=1)
+        return bool(one == 1)
+    except Exception:  # of whatever kind: an old GPU, no C compiler, a broken installation
+        logger.warning("Triton is installed and does not run on %s", device, exc_info=True)
+        return False
+
+
+@kernel
+def probe(out):  # type: ignore[no-untyped-def]
+    """Set `out` [1] to 1."""
+    tl.store(out, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .layout import BLOCK
+from .triton_kernels.adamw import LARGEST_V
 from .triton_kernels.cast import join_master, split_master
 from .triton_kernels.quantize import (
     decode_first_twin,
@@ -123,7 +124,8 @@ def read_moment(name: str, state: Mapping[str, Tensor]) -> Tensor:
 def write_moment(name: str, values: Tensor, state: Mapping[str, Tensor]) -> None:
     """Store [n] fp32 values, rounded to the nearest that the format has; see `read_moment`.
 
-    What was read from 8-bit or bf16 moments is written as the same bits.
+    What was read from 8-bit or bf16 moments is written as the same bits, but for second moments
+    of 8 bits below 1e-36, whose squares lose bits.
     """
     stored = state[name]
     if f"{name}_scale" not in state:
@@ -135,7 +137,7 @@ def write_moment(name: str, values: Tensor, state: Mapping[str, Tensor]) -> None
     if name == "exp_avg":
         encode_first_twin(values, codes, scales)
     else:
-        encode_second_twin(exact_sqrt(values), codes, scales)
+        encode_second_twin(exact_sqrt(values.clamp(max=LARGEST_V)), codes, scales)
     stored.copy_(codes[: stored.numel()])
 
 

@@ -356,12 +356,16 @@ class Gradients:
     def scale(self, coefficient: Tensor) -> None:
         """Multiply all gradients in place by a coefficient of at most 1, finite if they are."""
         unchanged = self._checked_versions == self.shards.versions()
+        ranges = []  # and not what lies between them: padding times NaN would be NaN for ever
         for slot, parameter in enumerate(self.parameters):
-            if parameter.grad is not None and not self.shards.shows(slot, parameter.grad):
-                parameter.grad.mul_(coefficient)
-        for arena in self.shards.arenas:
-            if arena.gradients is not None:
-                arena.gradients.mul_(coefficient)
+            grad = parameter.grad
+            if isinstance(grad, ShardTensor) and self.shards.shows(slot, grad):
+                ranges.append(grad._local_tensor)
+            elif grad is not None:
+                grad.mul_(coefficient)
+                ranges.append(self.shards.local(slot))
+        if ranges:
+            torch._foreach_mul_(ranges, coefficient)
         if unchanged:  # by anybody else, so the flags are as good as before
             self._checked_versions = self.shards.versions()
 

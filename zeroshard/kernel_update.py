@@ -4,9 +4,10 @@ A table of rows says where each slot's elements lie, a table of scalars what to 
 that param groups, parameters and buckets make no launch of their own.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +81,8 @@ class SlotScalars:
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
         self.table = torch.empty(0, len(Scalars._fields), device=device)
-        self._options = torch.empty(0, dtype=torch.float64, device=device)  # [groups, 6]
-        self._known: list[tuple[float, ...]] = []
+        self._options = torch.empty(0, dtype=torch.float64, device=device)
+        self._known: list[Options] = []
 
     def plan(self, group_of: Mapping[int, int]) -> None:
         """Update the slots in `group_of` (slot -> number of its param group) and no other."""
@@ -104,73 +105,88 @@ class SlotScalars:
             found_inf: [1] fp32; where it is 1 nothing is stored. None: always store.
         """
         options = self._options_of(param_groups).index_select(0, self._group_of)
-        lr, weight_decay, eps, sign = options[:, :4].unbind(1)
-        betas = options[:, 4:]
+        by_slot = Options(*options.unbind(1))
         steps = counts.double()
         taken = steps.clamp(min=1)  # a slot that is not updated may have had none
-        complements = 1 - betas
-        corrections = 1 - betas ** taken[:, None]
+        corrections = 1 - options[:, :2] ** taken[:, None]
+        first, second = corrections.unbind(1)
         live = self._used if found_inf is None else self._used * (1 - found_inf)
         columns = Scalars(
-            sign=sign,
-            lr_decay=lr * weight_decay,
-            beta1=betas[:, 0],
-            one_minus_beta1=complements[:, 0],
-            beta2=betas[:, 1],
-            one_minus_beta2=complements[:, 1],
-            step_size=lr / corrections[:, 0],
-            correction=corrections[:, 1].rsqrt(),
-            eps=eps,
-            bound=_bound(betas, complements, corrections, taken),
+            sign=by_slot.sign,
+            lr_decay=by_slot.lr * by_slot.weight_decay,
+            beta1=by_slot.beta1,
+            one_minus_beta1=by_slot.one_minus_beta1,
+            beta2=by_slot.beta2,
+            one_minus_beta2=by_slot.one_minus_beta2,
+            step_size=by_slot.lr / first,
+            correction=second.rsqrt(),
+            eps=by_slot.eps,
+            # [Note: bound of an update]
+            bound=(second * (1 - by_slot.ratio**taken) / by_slot.one_minus_ratio).sqrt()
+            * by_slot.bound,
             step=steps,
             live=live.double(),
         )
         self.table = torch.stack(columns, dim=1).float()
 
     def _options_of(self, param_groups: Sequence[Mapping[str, Any]]) -> Tensor:
-        """[groups, 6] fp64; copied to the device only where something changed."""
-        on_gpu = [
-            (number, group["lr"])
-            for number, group in enumerate(param_groups)
-            if isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu"
-        ]
-        tensors = {number for number, _ in on_gpu}
-        known = [
-            (
-                0.0 if number in tensors else float(group["lr"]),
-                float(group["weight_decay"]),
-                max(float(group["eps"]), LEAST_EPS),
-                -1.0 if group["maximize"] else 1.0,
-                *map(float, group["betas"]),
-            )
-            for number, group in enumerate(param_groups)
-        ]
+        """[groups, options] fp64; copied to the device only where something changed."""
+        known = [_options_on_host(group) for group in param_groups]
         if known != self._known:
-            flat = [value for values in known for value in values]
+            flat = [0.0 if value is None else value for values in known for value in values]
             device = self.table.device
-            self._options = on_device(flat, torch.float64, device).view(len(known), 6)
+            self._options = on_device(flat, torch.float64, device).view(len(known), -1)
             self._known = known
-        for number, lr in on_gpu:  # read where it is
-            self._options[number, 0] = lr
+        for number, group in enumerate(param_groups):
+            if known[number].lr is None:  # read where it is
+                self._options[number, Options._fields.index("lr")] = group["lr"]
         return self._options
 
 
-def _bound(betas: Tensor, complements: Tensor, corrections: Tensor, steps: Tensor) -> Tensor:
-    """[slots] fp64: what |update| of exact AdamW cannot exceed, by Cauchy-Schwarz.
+class Options(NamedTuple):
+    """What a param group says, and what follows from it alone; a column of fp64 each."""
 
-    m is a sum of (1-b1) b1^i g_i and v one of (1-b2) b2^i g_i^2, so m^2 / v is at most the sum of
-    (1-b1)^2 / (1-b2) (b1^2 / b2)^i over i < t. Moments of 8 bits can make it larger, where an m was
-    rounded up and its v down. Betas that change between steps make it a little too small.
+    beta1: Any
+    beta2: Any
+    one_minus_beta1: Any
+    one_minus_beta2: Any
+    lr: Any  # None: a tensor on the device
+    weight_decay: Any
+    eps: Any
+    sign: Any
+    ratio: Any
+    one_minus_ratio: Any
+    bound: Any
+
+
+def _options_on_host(group: Mapping[str, Any]) -> Options:
+    """[Note: bound of an update].
+
+    What |update| of exact AdamW cannot exceed, by Cauchy-Schwarz: m is a sum of (1-b1) b1^i g_i and
+    v one of (1-b2) b2^i g_i^2, so m^2 / v is at most (1-b1)^2 / (1-b2) times the sum of
+    (b1^2 / b2)^i over i < t. Moments of 8 bits can make it larger, where an m was rounded up and
+    its v down. Betas that change between steps make it a little too small. The bias correction of m
+    is not in it: the step size has that.
     """
-    beta1, beta2 = betas.unbind(1)
-    ratio = torch.where(beta1 == 0, 0.0, beta1.square() / beta2)
-    is_one = ratio == 1
-    away = torch.where(is_one, 0.5, ratio)
-    total = torch.where(is_one, steps, (1 - away**steps) / (1 - away))
-    unbiased = corrections[:, 1].sqrt() / corrections[:, 0]
-    bound = complements[:, 0] / complements[:, 1].sqrt() * total.sqrt() * unbiased
-    # beta2 = 0 forgets what beta1 remembers: there is no bound.
-    return torch.where(bound.isfinite(), bound, torch.inf)
+    lr = group["lr"]
+    beta1, beta2 = map(float, group["betas"])
+    # With beta2 = 0 there is no bound after the first step: a power of 1e300 is infinite.
+    ratio = beta1**2 / beta2 if beta2 else float(beta1 > 0) * 1e300
+    if abs(ratio - 1) < 1e-7:
+        ratio = 1 + 1e-7  # where the sum is a quotient, and a little larger
+    return Options(
+        beta1=beta1,
+        beta2=beta2,
+        one_minus_beta1=1 - beta1,
+        one_minus_beta2=1 - beta2,
+        lr=None if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr),
+        weight_decay=float(group["weight_decay"]),
+        eps=max(float(group["eps"]), LEAST_EPS),
+        sign=-1.0 if group["maximize"] else 1.0,
+        ratio=ratio,
+        one_minus_ratio=1 - ratio,
+        bound=(1 - beta1) / math.sqrt(1 - beta2),
+    )
 
 
 class KernelUpdater:

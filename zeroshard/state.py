@@ -127,7 +127,13 @@ def slices_of(engine: Engine, slot: int, saved: Mapping[str, Any]) -> dict[str, 
         if key in saved:
             local[key] = _local(engine, slices, saved[key], f"{key} of {name!r}")
     for key in MOMENT_NAMES:
-        if f"{key}_scale" in saved:
+        has_codes = key in local and local[key].dtype in (torch.int8, torch.uint8)
+        if has_codes != (f"{key}_scale" in saved):
+            raise ConfigError(
+                f"the saved state of {name!r} must have {key} in 8-bit codes and {key}_scale, or "
+                f"neither; it has {', '.join(saved)}: load it as it was saved"
+            )
+        if has_codes:
             of_blocks, what = slices.per_block(BLOCK), f"{key}_scale of {name!r}"
             scale = _local(engine, of_blocks, saved[f"{key}_scale"], what)
             local[key] = read_moment(key, {key: local[key], f"{key}_scale": scale})

@@ -86,8 +86,9 @@ def new_updaters(
 @lru_cache(maxsize=1)
 def _warn_once() -> None:
     warnings.warn(
-        "Triton is not installed, so the update runs in torch operations, which read and write the "
-        "state several times: pip install triton",
+        "Triton is not installed or does not run here, so the update runs in torch operations, "
+        "which read and write the state several times, and for 16- and 8-bit moments wait for the "
+        "device: pip install triton",
         stacklevel=2,
     )
 
