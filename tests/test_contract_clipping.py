@@ -521,3 +521,31 @@ def test_reduction_by_sum_adds_the_ranks_gradients(stage):
             assert_same(weights(model), weights(plain_model), "sum")
 
     run(body, 3)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@stages
+def test_a_nan_that_was_clipped_skips_one_step_and_no_other(stage, moments, set_to_none):
+    """The coefficient is NaN too: times the padding between gradients it must not stay there."""
+
+    def body(rank, world_size):
+        for max_grad_norm in (1.0, None):
+            model = LinearForm({"odd": (301,), "small": (5, 7)})
+            optimizer = zeroshard.AdamW(
+                model,
+                stage=stage,
+                max_grad_norm=max_grad_norm,
+                precision=zeroshard.Precision(moments=moments),
+            )
+            for step in range(5):
+                parts = coefficients(model, rank, world_size)
+                (model(parts) * (nan if step == 1 and rank == 0 else 1.0)).backward()
+                if max_grad_norm is None:
+                    optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+            assert optimizer.skipped_steps == 1
+            assert all(bool(w.isfinite().all()) for w in weights(model).values())
+
+    run(body)

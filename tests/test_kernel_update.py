@@ -269,3 +269,17 @@ def test_on_a_gpu_triton_and_the_twin_train_alike(moments, dtype, monkeypatch):
     monkeypatch.setattr("zeroshard.triton_kernels.adamw.is_available", lambda device: False)
     _, twin = train()
     assert all(torch.equal(a, b) for a, b in zip(ours, twin, strict=True))
+
+
+@pytest.mark.parametrize("missing", ["exp_avg_scale", "exp_avg_sq_scale", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+def test_codes_without_their_scales_are_no_state_to_load(missing, moments):
+    """As values they would be moments of up to 255."""
+    saved = zeroshard.AdamW([nn.Parameter(torch.randn(300))], precision=Precision(moments="int8"))
+    state = saved.state_dict()
+    del state["state"][0][missing]
+    optimizer = zeroshard.AdamW(
+        [nn.Parameter(torch.randn(300))], precision=Precision(moments=moments)
+    )
+    with pytest.raises(zeroshard.errors.ConfigError, match="codes and"):
+        optimizer.load_state_dict(state)

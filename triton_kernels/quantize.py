@@ -2,8 +2,8 @@
 
 First moment: m = c |c| scale with c in -127..127. Second moment: sqrt(v) = c^2 scale with c in
 0..255, where c is at least 1 wherever v > 0: a v that was rounded to zero would divide an m that
-was not. The scale has 16 significant bits: few enough that what was decoded, with a rounding or two,
-is encoded to the same scale and codes again; enough that it moves by the 0.05 % of a step with
+was not. The scale has 16 significant bits: few enough that what was decoded, with a rounding or
+two, is encoded to the same scale and codes again; enough that it moves by the 0.05 % of a step with
 beta2 = 0.999. docs/precision.md says which books were measured.
 """
 
