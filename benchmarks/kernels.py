@@ -5,8 +5,8 @@
 Every figure is a median over repetitions with its quartiles, timed by device events. `copy` is what
 the device reaches on plain copies of the same number of bytes, so a share of it is how close the
 update is to being limited by memory alone; at 2^20 elements both may stay in a cache. Ours is the
-table of scalars and the launch, torch's a whole `optimizer.step()`. `--device cpu` tries the program
-itself on tiny sizes; its figures say nothing.
+table of scalars and the launch, torch's a whole `optimizer.step()`. `--device cpu` tries the
+program itself on tiny sizes; its figures say nothing.
 """
 
 import argparse
