@@ -73,6 +73,7 @@ def test_three_steps_are_those_of_float64(group, numel, seed):
     state.param[:numel] = torch.randn(numel, generator=random)
     x = state.param.double().clone()
     m, v, moved = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
+    sizes = torch.zeros_like(x)  # what m is a sum of, without its signs: that is what is rounded
     beta1, beta2 = group["betas"]
     for step in (1, 2, 3):
         state.grad[:numel] = torch.randn(numel, generator=random)
@@ -80,10 +81,11 @@ def test_three_steps_are_those_of_float64(group, numel, seed):
         g = -state.grad.double() if group["maximize"] else state.grad.double()
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g * g
-        u = m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + group["eps"])
-        moved += group["lr"] * (u.abs() + group["weight_decay"] * x.abs())
+        sizes = beta1 * sizes + (1 - beta1) * g.abs()
+        denominator = (1 - beta1**step) * ((v / (1 - beta2**step)).sqrt() + group["eps"])
+        u = m / denominator
+        moved += group["lr"] * (sizes / denominator + group["weight_decay"] * x.abs())
         x = x * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * u
-        # (0.9, 0): where a gradient is near 0 its v is too, and so u is large; but never wrong.
     assert bool(((state.param - x).abs() <= 2**-19 * moved + 2**-21 * (1 + x.abs())).all())
     assert not bool(state.param[numel:].any())
 
