@@ -29,6 +29,7 @@ from .cast import (
 )
 from .launch import is_available, kernel, launch, sizes_for, target_of
 from .quantize import (
+    BLOCK,
     decode_first,
     decode_first_twin,
     decode_second,
@@ -56,7 +57,6 @@ __all__ = [
     "launch_adamw",
 ]
 
-BLOCK = 256  # elements; the unit of offsets and lengths
 ROW_BLOCKS = 64  # the most blocks in a row of the chunk table
 ROW_COLUMNS = 8
 """A row of the chunk table, int32 in units of 256 elements: offset in the state and the gradient,

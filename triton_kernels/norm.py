@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from .launch import is_available, kernel, launch
+from .quantize import BLOCK
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 __all__ = ["block_powers", "block_powers_twin", "launch_norm", "norm_kernel"]
 
-BLOCK = 256
 CHUNK = 512 * BLOCK  # elements; a chunk and its square stay in the second-level cache
 PROGRAM_BLOCKS = 8
 KINDS = {1.0: "1", 2.0: "2", math.inf: "inf"}  # the orders that the kernel knows

@@ -32,7 +32,7 @@ __all__ = [
     "encode_second_twin",
 ]
 
-BLOCK = 256  # elements that share a scale
+BLOCK = 256  # elements that share a scale; also the unit of tables, and of norms
 FIRST_LEVELS = 127 * 127
 SECOND_LEVELS = 255 * 255
 TO_INTEGER = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer in the low bits
