@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroshard.kernel_update import SlotScalars
-from zeroshard.triton_kernels.adamw import LEAST_EPS, State, adamw_twin
+from zeroshard.triton_kernels import quantize
+from zeroshard.triton_kernels.adamw import LEAST_EPS, Scalars, State, adamw_twin
+from zeroshard.triton_kernels.cast import random_words_twin, round_stochastic_twin
 from zeroshard.triton_kernels.norm import block_powers_twin
 from zeroshard.triton_kernels.quantize import (
     SECOND_LEVELS,
@@ -19,6 +21,8 @@ from zeroshard.triton_kernels.quantize import (
     decode_second_twin,
     exact_sqrt,
 )
+
+CPU = torch.device("cpu")
 
 
 def zeros(blocks, moments="fp32", master="none", dtype=torch.float32):
@@ -152,6 +156,152 @@ def test_one_huge_finite_gradient_leaves_8_bit_moments_finite():
         v = decode_second_twin(state.exp_avg_sq, state.exp_avg_sq_scale)
         assert bool(v.isfinite().all())
     assert bool((state.param[state.param != state.param[7]] < 0).all())
+
+
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_an_infinite_gradient_makes_nan_of_its_element_at_once(moments):
+    state = zeros(2, moments)
+    state.grad[3] = math.inf
+    group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "maximize": False}
+    update(state, group, 1, moments=moments)
+    assert bool(state.param[3].isnan())
+    assert not bool(state.param[4:].isnan().any())
+
+
+# --- every operation, from its definition
+
+
+def rounded(value):
+    """Float64 results as fp32 ones; right for + - * / and roots of fp32 numbers, since 53 bits are
+    more than twice 24 and two (Figueroa 1995).
+    """
+    return value.float().double()
+
+
+def expected_of(x, g, m, v, scalars, coefficient):
+    """Weights, first moments, roots of second ones and updates, all fp64 holding fp32 numbers."""
+    s = {name: float(value) for name, value in scalars.items()}
+    g = rounded(g * rounded(torch.tensor(coefficient * s["sign"], dtype=torch.float64)))
+    x = rounded(x - rounded(s["lr_decay"] * x))
+    m = rounded(rounded(s["beta1"] * m) + rounded(s["one_minus_beta1"] * g))
+    v = rounded(rounded(s["beta2"] * v) + rounded(rounded(s["one_minus_beta2"] * g) * g))
+    root = rounded(v.sqrt())
+    update = rounded(m / rounded(rounded(root * s["correction"]) + s["eps"]))
+    return x, m, v, root, update
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(
+    ("dtype", "master"),
+    [
+        (torch.float32, "none"),
+        (torch.bfloat16, "none"),
+        (torch.bfloat16, "split"),
+        (torch.bfloat16, "fp32"),
+        (torch.float16, "fp32"),
+    ],
+)
+def test_each_operation_is_rounded_once_and_in_the_order_that_is_written_down(dtype, master, sign):
+    torch.manual_seed(0)
+    state = zeros(16, master=master, dtype=dtype)
+    weight = torch.randn(4096)
+    if master == "split":
+        state.param.copy_(weight.bfloat16())
+        state.master.random_(-30000, 30000)
+        bits = (state.param.view(torch.int16).int() << 16) + state.master.int()
+        weight = bits.view(torch.float32).clone()
+    elif master == "fp32":
+        state.master.copy_(weight)  # and parameters that say something else
+    else:
+        state.param.copy_(weight)
+        weight = state.param.float()
+    state.grad.normal_()
+    state.exp_avg.normal_()
+    state.exp_avg_sq.copy_(torch.rand(4096))
+    values = [sign, 1.1e-3, 0.9, 0.1, 0.999, 0.001, 1.3e-2, 7.7, 1e-3, 0.2, 5, 1]
+    scalars = dict(zip(Scalars._fields, torch.tensor([values])[0], strict=True))
+    before = [tensor.double() for tensor in (weight, state.grad, state.exp_avg, state.exp_avg_sq)]
+    x, m, v, _, u = expected_of(*before, scalars, 0.75)
+    x = rounded(x - rounded(float(scalars["step_size"]) * u)).float()
+    rows = torch.tensor([[0, 0, 16, 0, 0, 0, 0, 0]], dtype=torch.int32)
+    rest = torch.tensor([0.75]), 0, 1, 0, master, "fp32"
+    adamw_twin(state, rows, torch.tensor([values]), *rest)
+    assert torch.equal(state.exp_avg, m.float())
+    assert torch.equal(state.exp_avg_sq, v.float())
+    if master == "split":
+        bits = (state.param.view(torch.int16).int() << 16) + state.master.int()
+        assert torch.equal(bits.view(torch.float32), x)
+    else:
+        assert torch.equal(state.param, x.to(dtype))
+        assert master == "none" or torch.equal(state.master, x)
+
+
+def test_8_bit_moments_bound_the_update_on_both_sides():
+    torch.manual_seed(0)
+    state = zeros(16, "int8")
+    state.param.normal_()
+    state.grad.normal_()
+    state.exp_avg.random_(-127, 128)
+    state.exp_avg_sq.random_(1, 256)
+    state.exp_avg_scale.fill_(2.0**-14)
+    state.exp_avg_sq_scale.fill_(2.0**-14)
+    c, d = state.exp_avg.double(), state.exp_avg_sq.double()
+    m, root = rounded(c * c.abs() * 2.0**-14), rounded(d * d * 2.0**-14)
+    values = [1, 1.1e-3, 0.9, 0.1, 0.999, 0.001, 1.3e-2, 7.7, 1e-3, 0.2, 5, 1]
+    scalars = dict(zip(Scalars._fields, torch.tensor([values])[0], strict=True))
+    before = state.param.double(), state.grad.double(), m, rounded(root * root)
+    x, m, _, root, u = expected_of(*before, scalars, 1.0)
+    bound = float(scalars["bound"])
+    above, below = u > bound, u < -bound
+    assert 0.01 < float(above.double().mean()) < 0.9
+    assert 0.01 < float(below.double().mean()) < 0.9
+    u[above], u[below] = bound, -bound
+    x = rounded(x - rounded(float(scalars["step_size"]) * u)).float()
+    rows = torch.tensor([[0, 0, 16, 0, 0, 0, 0, 0]], dtype=torch.int32)
+    adamw_twin(state, rows, torch.tensor([values]), torch.ones(1), 0, 1, 0, "none", "int8")
+    assert torch.equal(state.param, x)
+    codes = torch.empty(4096, dtype=torch.int8), torch.empty(4096, dtype=torch.uint8)
+    scales = torch.empty(2, 16)
+    quantize.encode_first_twin(m.float(), codes[0], scales[0])
+    quantize.encode_second_twin(root.float(), codes[1], scales[1])
+    for ours, expected in (
+        (state.exp_avg, codes[0]),
+        (state.exp_avg_sq, codes[1]),
+        (state.exp_avg_scale, scales[0]),
+        (state.exp_avg_sq_scale, scales[1]),
+    ):
+        assert torch.equal(ours, expected)
+
+
+def test_the_two_moments_are_rounded_by_different_random_bits():
+    """Equal values under equal factors: with the same bits they would stay equal."""
+    state = zeros(16, "bf16")
+    state.exp_avg.fill_(1.0)
+    state.exp_avg_sq.fill_(1.0)
+    group = {"lr": 0, "betas": (0.9, 0.9), "eps": 1e-8, "weight_decay": 0, "maximize": False}
+    update(state, group, 1, moments="bf16")
+    assert state.exp_avg.unique().numel() == state.exp_avg_sq.unique().numel() == 2
+    assert 0.2 < float((state.exp_avg == state.exp_avg_sq).float().mean()) < 0.8
+    words = random_words_twin(0, 1, 0, 4096, CPU)
+    value = torch.full((4096,), 0.9)
+    assert torch.equal(state.exp_avg, round_stochastic_twin(value, words & 0xFFFF))
+    assert torch.equal(state.exp_avg_sq, round_stochastic_twin(value, (words >> 16) & 0xFFFF))
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+def test_a_slot_that_is_not_live_keeps_every_bit(moments):
+    state = zeros(2, moments, "split", torch.bfloat16)
+    for tensor in state:
+        tensor.fill_(1)
+    before = [tensor.clone() for tensor in state]
+    live = [1, 0.1, 0.9, 0.1, 0.999, 0.001, 0.1, 7.7, 1e-3, 5, 5, 1]
+    scalars = torch.tensor([live, [*live[:-1], 0]])
+    rows = torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 1, 0, 0, 0]], dtype=torch.int32)
+    adamw_twin(state, rows, scalars, torch.ones(1), 0, 2, 0, "split", moments)
+    for name, ours, old in zip(State._fields, state, before, strict=True):
+        half = ours.numel() // 2
+        assert torch.equal(ours[:half], old[:half]), name
+    assert not torch.equal(state.param[256:], before[1][256:])
 
 
 # --- traps: what looks the same and is not

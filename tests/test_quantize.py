@@ -128,6 +128,35 @@ def test_denormal_second_moments_keep_their_order_of_magnitude():
     assert torch.equal(decode_second_twin(codes, scales), v)
 
 
+@given(st.integers(0, 2**31), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_scales_have_16_bits_and_codes_are_the_nearest(seed, second):
+    """Against float64, away from ties: those are beyond the two roundings of root * 1 / scale."""
+    random = torch.Generator().manual_seed(seed)
+    values = torch.randn(2560, generator=random)
+    values = values.abs() if second else values
+    codes, scales = encode(values, second=second)
+    assert bool((scales.view(torch.int32) & 0xFF == 0).all())
+    top = values.abs().view(-1, 256).amax(1).double()
+    exact = top / (65025 if second else 16129)
+    assert bool(((scales.double() / exact - 1).abs() <= 2**-16).all())
+    root = (values.abs().double().view(-1, 256) / scales.double()[:, None]).sqrt().flatten()
+    is_tie = (root - root.floor() - 0.5).abs() < 1e-4
+    nearest = (root + 0.5).floor().clamp(min=1 if second else 0)
+    nearest = nearest if second else nearest * values.sign()
+    assert torch.equal(codes.double()[~is_tie], nearest[~is_tie])
+    assert bool((codes.double() - nearest).abs().max() <= 1)
+
+
+@pytest.mark.parametrize("code", [0.5, 1.5, 2.5, 10.5, 126.5])
+def test_a_tie_between_two_codes_goes_to_the_even_one(code):
+    values = torch.zeros(256)
+    values[0], values[1] = 127.0**2, code * code  # the scale is 1
+    codes, scales = encode(values)
+    assert float(scales[0]) == 1
+    assert int(codes[1]) == round(code)
+
+
 @pytest.mark.parametrize("value", [1.0, -3.7, 1e-12, 3.4e38, -1e-30])
 def test_an_all_equal_block_is_equal_and_near(value):
     codes, scales = encode(torch.full((256,), value))

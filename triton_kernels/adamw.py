@@ -220,8 +220,9 @@ def adamw_kernel(
         x = x - lr_decay * x
         m = beta1 * m + one_minus_beta1 * g
         v = beta2 * v + one_minus_beta2 * g * g
-        if MOMENTS == "int8":  # an infinite one would make NaN of its block; 2^127 decodes finite
-            v = tl.where(v > 1.7014118346046923e38, 1.7014118346046923e38, v)
+        if MOMENTS == "int8":  # a square that overflows would make NaN of its block; 2^127 does not
+            overflows = (v > 1.7014118346046923e38) & (tl.abs(g) < float("inf"))
+            v = tl.where(overflows, 1.7014118346046923e38, v)
         root_v = tl.sqrt_rn(v)
         update = tl.div_rn(m, root_v * correction + eps)
         if MOMENTS == "int8":
@@ -354,7 +355,7 @@ def _update(
     m = values.beta1 * m + values.one_minus_beta1 * g
     v = values.beta2 * v + values.one_minus_beta2 * g * g
     if moments == "int8":
-        v = torch.where(v > LARGEST_V, LARGEST_V, v)
+        v = torch.where((v > LARGEST_V) & g.isfinite(), LARGEST_V, v)
     root_v = exact_sqrt(v)
     update = m / (root_v * values.correction + values.eps)
     if moments == "int8":
