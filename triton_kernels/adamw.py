@@ -240,13 +240,11 @@ def adamw_kernel(
             tl.store(exp_avg + at, round_stochastic(m, words & 0xFFFF), mask=store)
             tl.store(exp_avg_sq + at, round_stochastic(v, (words >> 16) & 0xFFFF), mask=store)
         else:
-            store_block = block < length * live
+            blocks = block < length * live
             codes, scale = encode_first(m)
-            store_codes(codes, scale, exp_avg + at, exp_avg_scale + at_block, store, store_block)
+            store_codes(codes, scale, exp_avg + at, exp_avg_scale + at_block, store, blocks)
             codes, scale = encode_second(root_v)
-            store_codes(
-                codes, scale, exp_avg_sq + at, exp_avg_sq_scale + at_block, store, store_block
-            )
+            store_codes(codes, scale, exp_avg_sq + at, exp_avg_sq_scale + at_block, store, blocks)
 
 
 def adamw_(
