@@ -12,7 +12,7 @@ import zeroshard
 PACKAGE = pathlib.Path(zeroshard.__file__).parent
 LAYERS = [
     ["errors"],
-    ["config", "param_groups"],
+    ["config", "param_groups", "meta"],
     ["layout", "formats", "schedule", "boxes", "units"],
     ["transport", "triton_kernels", "storage", "wrappers", "walk"],
     ["conversions"],
@@ -26,7 +26,9 @@ LAYERS = [
     ["engine"],
     ["state", "accounts"],
     ["optimizer"],
-    ["gather"],
+    ["gather", "weight_files", "adapters", "agreement"],
+    ["initialise"],
+    ["weights"],
     ["__init__"],
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}

@@ -3,8 +3,18 @@
 from . import errors
 from .config import Precision
 from .gather import gather
+from .initialise import init_weights
 from .optimizer import AdamW
 from .shard_tensor import ShardTensor
+from .weights import load_weights
 
-__all__ = ["AdamW", "Precision", "ShardTensor", "errors", "gather"]
+__all__ = [
+    "AdamW",
+    "Precision",
+    "ShardTensor",
+    "errors",
+    "gather",
+    "init_weights",
+    "load_weights",
+]
 __version__ = "0.1.0.dev0"

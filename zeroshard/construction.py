@@ -1,6 +1,6 @@
 """Before and at construction: plan, compare the ranks, fill the arenas. Hooks nothing."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -8,13 +8,13 @@ from torch import nn
 from .config import Options, Precision
 from .conversions import seed_master
 from .errors import ConfigError
-from .formats import Format, state_format
+from .formats import Format, state_format, sum_dtype, wire_dtype
 from .layout import Layout, fingerprint, first_difference
 from .parameters import check_trainable, describe_parameter
 from .storage import Arena, slot_view
 from .transport import Op, Transport
 
-__all__ = ["compare_ranks", "fill_arena", "plan_parameters"]
+__all__ = ["compare_ranks", "fill_arena", "plan_parameters", "wires_of"]
 
 
 def plan_parameters(
@@ -67,16 +67,25 @@ def fill_arena(
     parameters: Mapping[int, nn.Parameter],
     transport: Transport,
     options: Options,
+    without_values: Collection[nn.Parameter],
 ) -> None:
-    """Copy parameters into their slots, take the first rank's, and start the state."""
+    """Copy parameters into their slots, take the first rank's, and start the state.
+
+    Those in `without_values` become NaN.
+    """
     flat = arena.parameters
     sources = {parameters[slot.index].dtype for slot in arena.plan.slots}
     if sources != {flat.dtype}:  # Precision.param_dtype: masters start from the fp32 values
         flat = arena.allocate(arena.plan.numel, "float32")
     for slot in arena.plan.slots:
         values = flat[slot.offset : slot.offset + slot.numel]
-        slot_view(values, slot.spec.shape, slot.spec.stride).copy_(parameters[slot.index].data)
-    if options.sync_init:
+        if parameters[slot.index] in without_values:
+            values.fill_(torch.nan)
+        else:
+            view = slot_view(values, slot.spec.shape, slot.spec.stride)
+            view.copy_(parameters[slot.index].data)
+    has_values = any(parameters[slot.index] not in without_values for slot in arena.plan.slots)
+    if options.sync_init and has_values:
         transport.broadcast(flat, op=Op("initial parameters")).wait()
     arena.allocate_state(fmt.fields)
     if flat is not arena.parameters:
@@ -96,3 +105,14 @@ def fill_arena(
 def _stored_dtype(parameter: nn.Parameter, precision: Precision) -> torch.dtype:
     cast = precision.param_dtype
     return cast if cast is not None and parameter.dtype == torch.float32 else parameter.dtype
+
+
+def wires_of(dtype: str, precision: Precision) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of gradients on the wire and of their sum."""
+    return _dtype(wire_dtype(dtype, precision)), _dtype(sum_dtype(dtype, precision))
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found

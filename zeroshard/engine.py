@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from .clipping import SkipCounter, agree_on_flag, check_finite, clip_coefficient
-from .config import Options, Precision
-from .construction import compare_ranks, fill_arena, plan_parameters
+from .config import Options
+from .construction import compare_ranks, plan_parameters, wires_of
 from .errors import ConfigError
-from .formats import Format, sum_dtype, wire_dtype
+from .formats import Format
 from .gradients import Gradients
 from .kernel_update import SlotScalars, first_blocks
 from .layout import Layout, plan_layout
@@ -148,9 +148,7 @@ class Engine:
     ) -> None:
         by_slot = dict(enumerate(parameters, start=len(self.layout.slots)))
         for plan in layout.arenas[len(self.arenas) :]:
-            arena = self.sharded.new_arena(plan)
-            fill_arena(arena, formats[plan.index], by_slot, self.transport, self.options)
-            self.sharded.attach(arena, layout, by_slot, is_frozen=False)
+            arena = self.sharded.build_arena(plan, formats[plan.index], layout, by_slot)
             self.arenas.append(arena)
         self.parameters.find_owners()
         self.layout, self.formats = layout, list(formats)
@@ -169,7 +167,7 @@ class Engine:
             gathers=self.transport.distributed,
         )
         self._planned_for = ([], [])
-        wires = [_wires(arena.plan.dtype, self.options.precision) for arena in self.arenas]
+        wires = [wires_of(arena.plan.dtype, self.options.precision) for arena in self.arenas]
         self.gradients.attach(layout, self.arenas, parameters, wires)
 
     def adopt_unfrozen(self) -> None:
@@ -187,6 +185,11 @@ class Engine:
         self.on_added([parameter for _, parameter in unfrozen])
         if self.transport.distributed and not self.gradients.ddp_owns_gradients():
             self.gradients.reduce_local(range(first, len(self.slot_of)))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.counters.counts.device
 
     # --- the schedule
 
@@ -281,6 +284,7 @@ class Engine:
         self.gradients.close()
         self.adopt_unfrozen()
         self.masters.look_at_writes()
+        self.parameters.check_values(self.parameters.places.values())
         used, flags_are_valid = self.gradients.collect()
         if not used:
             return
@@ -366,7 +370,7 @@ class Engine:
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the first rank's values of tensors that are not ours."""
         for tensor in tensors:
-            if tensor.numel() and tensor not in self.parameters.places:
+            if tensor.numel() and not tensor.is_meta and tensor not in self.parameters.places:
                 whole = tensor.data.contiguous()
                 self.transport.broadcast(whole, op=Op("initial buffers")).wait()
                 tensor.data.copy_(whole)
@@ -434,14 +438,3 @@ ACTIONS = {
 
 def _nothing(*_: Any) -> None:
     pass
-
-
-def _wires(dtype: str, precision: Precision) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of gradients on the wire and of their sum."""
-    return _dtype(wire_dtype(dtype, precision)), _dtype(sum_dtype(dtype, precision))
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found

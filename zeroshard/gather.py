@@ -1,15 +1,39 @@
 """`zeroshard.gather`: full parameters of a module everywhere, for as long as a context lasts."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
-from .engine import engines_of, newest_engine
+from .engine import Engine, engines_of, newest_engine
 from .errors import ConfigError
 
-__all__ = ["gather"]
+__all__ = ["engines_for", "gather", "gathered"]
+
+
+def engines_for(model: nn.Module) -> list[Engine]:
+    """The engines of the optimizers that a model's parameters are in.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    engines = engines_of(model.parameters())
+    if not engines:
+        raise ConfigError(
+            f"no zeroshard optimizer has parameters of this {type(model).__name__}: build "
+            "zeroshard.AdamW first"
+        )
+    return engines
+
+
+@contextmanager
+def gathered(parameters: Collection[nn.Parameter]) -> Iterator[None]:
+    """Keep the units of `parameters` whole, of whichever optimizer."""
+    with ExitStack() as stack:
+        for engine in engines_of(parameters):
+            stack.enter_context(engine.gathered(set(parameters)))
+        yield
 
 
 @contextmanager
@@ -42,9 +66,7 @@ def gather(
             f"there is no zeroshard optimizer that could gather {type(target).__name__}: build "
             "zeroshard.AdamW first"
         )
-    with ExitStack() as stack:
-        for engine in engines:
-            stack.enter_context(engine.gathered(set(parameters)))
+    with gathered(parameters):
         yield
         if writeback:
             with torch.no_grad():

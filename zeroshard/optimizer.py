@@ -24,7 +24,7 @@ from .param_groups import (
     other_tensors,
 )
 from .state import check_groups, consolidate, load_slot, slices_of, state_of
-from .transport import connect
+from .transport import connect, device_of
 from .wrappers import DDPGuard, unwrap
 
 __all__ = ["AdamW"]
@@ -155,16 +155,19 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        device = (trainable or parameters or [torch.empty(0)])[0].device
+        others = other_tensors(parameters, model)
+        every = dict.fromkeys([*parameters, *(() if model is None else model.parameters())])
+        real = [parameter for parameter in every if not parameter.is_meta]
+        device = real[0].device if real else device_of(mesh)
         named = in_forward_order(self.param_groups, model)
         transport = connect(mesh, device)
         engine = Engine(options, transport)
         engine.param_groups = self.param_groups
         engine.on_added = self._show_state
         engine.on_close = self._engine_closed
-        others = other_tensors(parameters, model)
         description = {**options.describe(), **describe_groups(self.param_groups)}
         try:
+            engine.parameters.leave_meta(every, device)
             if engine.shards_parameters and model is not None:
                 engine.sharded.use_units(model)
             engine.add(named, {**description, **describe_others(others)})
@@ -178,6 +181,7 @@ class AdamW(torch.optim.Optimizer):
             if options.sync_init:
                 engine.broadcast(others)
             engine.sharded.complete()
+            engine.parameters.complete()
         except BaseException:
             engine.close()
             raise

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .errors import ConfigError
 from .layout import Layout, ParamSpec, Slot
+from .meta import give_elements, leave_meta, return_to_meta
 from .shard_tensor import Slices
 from .storage import Arena, slot_view
 from .wrappers import Owners, owners_of
@@ -56,7 +57,7 @@ def check_trainable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
                 f"parameter {name!r} is a DTensor: tensor-parallel (or already sharded) parameters "
                 "are not supported"
             )
-        if parameter.numel():
+        if parameter.untyped_storage().nbytes():
             extent = sum(
                 (n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)
             )
@@ -152,10 +153,14 @@ class Parameters:
 
     Args:
         rank: this rank on the shard axis.
+
+    Attributes:
+        without_values: parameters that came from the meta device and were not written to since.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.without_values: set[nn.Parameter] = set()
         self.owners: Owners = {}
         self.places: dict[nn.Parameter, Place] = {}
         self._written: dict[nn.Parameter, None] = {}
@@ -173,6 +178,15 @@ class Parameters:
         places = [Place(parameters[slot.index], slot, arena, layout) for slot in arena.plan.slots]
         self.places.update((place.parameter, place) for place in places)
         return places
+
+    def leave_meta(self, parameters: Iterable[Tensor], device: torch.device) -> None:
+        """Move meta parameters to a device; they have no values yet."""
+        self.without_values.update(leave_meta(parameters, device))
+
+    def complete(self) -> None:
+        """Give memory to those that came from the meta device and are in no arena."""
+        for parameter in self.without_values.difference(self.places):
+            give_elements(parameter)
 
     def find_owners(self) -> None:
         """Look up which modules hold the parameters, to notice when one is replaced."""
@@ -223,7 +237,7 @@ class Parameters:
                 place.version = version
                 if not place.is_hidden:
                     self.keep(place)
-                    self._written[place.parameter] = None
+                    self._note(place.parameter)
                 else:
                     lost.append(place)
         if lost:
@@ -263,7 +277,30 @@ class Parameters:
                 place.view.copy_(data)
             self._renew_placeholders(place.arena)
             place.hide()
-        self._written[place.parameter] = None
+        self._note(place.parameter)
+
+    def _note(self, parameter: nn.Parameter) -> None:
+        """Somebody else wrote to a parameter."""
+        self._written[parameter] = None
+        self.without_values.discard(parameter)
+
+    def check_values(self, places: Iterable[Place]) -> None:
+        """Raise if a parameter that is about to be used has no values yet."""
+        if not self.without_values:
+            return
+        places = list(places)
+        self.settle(places)
+        for parameter in self.without_values.difference(self.places):
+            if not (parameter.is_floating_point() and bool(parameter.isnan().all())):
+                self.without_values.discard(parameter)
+        places_of_others = self.without_values.difference(self.places)
+        missing = [place.name for place in places if place.parameter in self.without_values]
+        missing += [f"a frozen parameter of shape {tuple(p.shape)}" for p in places_of_others]
+        if missing:
+            raise ConfigError(
+                f"{_listed(missing)} came from the meta device and has no values yet: call "
+                "zeroshard.load_weights(model, path) or zeroshard.init_weights(model) first"
+            )
 
     def _renew_placeholders(self, arena: Arena) -> None:
         """Make new ones: who swapped `.data` holds an old one, and must not swap it back."""
@@ -285,7 +322,19 @@ class Parameters:
     def note_written(self, place: Place) -> None:
         """The shard of `place` was written to; so were the values that a parameter shows."""
         place.version = place.parameter._version
-        self._written[place.parameter] = None
+        self._note(place.parameter)
+
+    def mark_unchanged(self, parameters: Iterable[nn.Parameter]) -> None:
+        """What moved the versions of whole parameters has put their values back."""
+        for parameter in parameters:
+            if parameter in self.places:
+                self.places[parameter].version = parameter._version
+
+    def mark_loaded(self, parameters: Iterable[object]) -> None:
+        """Values of those of `parameters` that live here came from a file, with their masters."""
+        loaded = [p for p in parameters if isinstance(p, nn.Parameter) and p in self.places]
+        self.without_values.difference_update(loaded)
+        self.mark_written_by_us(loaded)
 
     def mark_written_by_us(self, parameters: Sequence[nn.Parameter]) -> None:
         """Bump the versions of parameters that a step changed, as torch's optimizers do.
@@ -314,12 +363,14 @@ class Parameters:
         for place in places:
             if place.arena.shard is not None:
                 local = place.slices.cut(place.flat, self.rank)
-                if not torch.equal(local, self.shard_of(place)):
+                bits = torch.int32 if local.dtype == torch.float32 else torch.int16
+                if not torch.equal(local.view(bits), self.shard_of(place).view(bits)):
                     self.shard_of(place).copy_(local)
-                    self._written[place.parameter] = None
+                    self._note(place.parameter)
 
     def release(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give whole parameters plain memory of their own again."""
+        return_to_meta(self.without_values.difference(self.places))
         for parameter in list(parameters):
             place = self.places.pop(parameter)
             self._written.pop(parameter, None)
@@ -347,10 +398,13 @@ def _replaced(name: str, module: nn.Module) -> str:
     )
 
 
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names[:3]) + (" ..." if len(names) > 3 else "")
+
+
 def _written_while_sharded(names: Sequence[str]) -> str:
-    listed = ", ".join(repr(name) for name in names[:3]) + (" ..." if len(names) > 3 else "")
     return (
-        f"{listed} was written to while it was sharded, when a parameter is only a placeholder: "
-        "the write is lost, the weights are what they were. Write inside of "
+        f"{_listed(names)} was written to while it was sharded, when a parameter is only a "
+        "placeholder: the write is lost, the weights are what they were. Write inside of "
         "`with zeroshard.gather(model, writeback=True):`"
     )

@@ -3,14 +3,14 @@
 Below stage 3 there are no units, and every arena stays whole.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import nn
 
 from .config import Options
 from .construction import fill_arena
 from .errors import ConfigError
-from .formats import FROZEN
+from .formats import FROZEN, Format
 from .layout import KEPT_WHOLE, ArenaPlan, Layout, plan_layout
 from .module_state import ModuleState
 from .modules import ModuleHooks
@@ -65,6 +65,11 @@ class ShardedModel:
         self.plan = plan_units(model, self.options.units)
         self.sharding.add_units(self.plan.modules, self.plan.lookups)
 
+    @property
+    def unit_modules(self) -> Collection[nn.Module]:
+        """The modules whose boundaries are those of units."""
+        return () if self.plan is None else self.plan.modules.values()
+
     def unit_of(self, name: str, parameter: nn.Parameter) -> str:
         """The unit that a parameter belongs to.
 
@@ -80,23 +85,25 @@ class ShardedModel:
             )
         return KEPT_WHOLE if parameter.numel() == 1 else self.plan.unit_of[parameter]
 
-    def new_arena(self, plan: ArenaPlan) -> Arena:
-        """Memory for an arena, which keeps a shard if it is freed at times."""
-        sharded = self.shards and plan.unit != KEPT_WHOLE
-        return Arena(plan, self.transport.world_size, self.transport.rank, sharded=sharded)
-
-    def attach(
+    def build_arena(
         self,
-        arena: Arena,
+        plan: ArenaPlan,
+        fmt: Format,
         layout: Layout,
         by_slot: Mapping[int, nn.Parameter],
-        *,
-        is_frozen: bool,
-    ) -> None:
-        """Point parameters at an arena that holds their values, whole until `complete`."""
+    ) -> Arena:
+        """Memory for an arena with the values of its parameters, which are its views from now on.
+
+        Where parameters are sharded, only one unit is whole at a time.
+        """
+        sharded = self.shards and plan.unit != KEPT_WHOLE
+        arena = Arena(plan, self.transport.world_size, self.transport.rank, sharded=sharded)
+        without_values = self.parameters.without_values
+        fill_arena(arena, fmt, by_slot, self.transport, self.options, without_values)
         places = self.parameters.attach(arena, layout, by_slot)
-        if arena.shard is not None:
-            self.sharding.adopt(arena, places, is_frozen=is_frozen)
+        if sharded:
+            self.sharding.adopt(arena, places, is_frozen=fmt is FROZEN)
+        return arena
 
     def shard_frozen(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Shard parameters that are not trained: they have neither gradients nor state."""
@@ -107,9 +114,7 @@ class ShardedModel:
         self.frozen_layout = self.frozen_layout.extend(specs)
         by_slot = {index: parameter for index, (_, parameter) in enumerate(named)}
         for plan in self.frozen_layout.arenas:
-            arena = self.new_arena(plan)
-            fill_arena(arena, FROZEN, by_slot, self.transport, self.options)
-            self.attach(arena, self.frozen_layout, by_slot, is_frozen=True)
+            self.build_arena(plan, FROZEN, self.frozen_layout, by_slot)
         self.parameters.find_owners()
 
     def complete(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor, nn
 
+from .errors import ConfigError
 from .layout import Bucket
 from .parameters import Parameters, Place
 from .storage import Arena
@@ -112,6 +113,7 @@ class Sharding:
         for place in places:
             unit.places.append(place)
             self._unit_of[place] = unit
+        self.reshard(unit)
 
     def thaw(self, parameters: Collection[nn.Parameter]) -> None:
         """Give frozen parameters plain memory of their own, as before they were sharded."""
@@ -143,6 +145,7 @@ class Sharding:
             self._ahead = None if self._ahead is unit else self._ahead
         self.unshard(unit)
         self._show(unit)
+        self.parameters.check_values(unit.places)
 
     def _make_room(self, unit: Unit) -> None:
         for other in (self._idle, self._ahead):
@@ -310,6 +313,14 @@ class Sharding:
     def holds(self, place: Place) -> bool:
         """Whether `zeroshard.gather` keeps a place's unit whole."""
         return self._unit_of[place].pins > 0
+
+    def check_unpinned(self, what: str) -> None:
+        """Raise if `zeroshard.gather` keeps any unit whole."""
+        if any(unit.pins for unit in self.units):
+            raise ConfigError(
+                f"{what} inside of zeroshard.gather(), which keeps modules whole: call it outside "
+                "of the context"
+            )
 
     def pin(self, unit: Unit) -> None:
         """Make a unit whole and keep it so until it is unpinned as often."""

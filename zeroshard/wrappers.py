@@ -18,7 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .errors import ConfigError
 
-__all__ = ["DDPGuard", "DDPWatch", "Owners", "owners_of", "unwrap"]
+__all__ = ["DDPGuard", "DDPWatch", "Owners", "owners_of", "strip_wrappers", "unwrap"]
+
+# What torch.compile and the checkpoint wrapper put into names.
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 Owners = dict[nn.Parameter, list[tuple["weakref.ref[nn.Module]", str]]]
 
@@ -127,6 +130,13 @@ def owners_of(parameters: Collection[nn.Parameter]) -> Owners:
             if parameter is not None and parameter in parameters:
                 owners.setdefault(parameter, []).append((weakref.ref(module), name))
     return owners
+
+
+def strip_wrappers(name: str) -> str:
+    """The name of a parameter or buffer without what wrappers put into it."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def unwrap(model: nn.Module) -> nn.Module:

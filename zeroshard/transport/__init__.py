@@ -6,7 +6,7 @@ A transport reduces, gathers and agrees over the ranks of one shard axis. Every 
 
 from .base import Done, Finish, Op, Part, Pending, Then, Transport
 from .compose import Replicated, WorldOfOne
-from .connect import connect
+from .connect import connect, device_of
 from .gloo import Gloo
 from .nccl import Nccl
 from .observe import Checked, Counting, Delayed
@@ -27,4 +27,5 @@ __all__ = [
     "Transport",
     "WorldOfOne",
     "connect",
+    "device_of",
 ]

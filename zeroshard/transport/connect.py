@@ -14,7 +14,7 @@ from .gloo import Gloo
 from .nccl import Nccl
 from .observe import Checked
 
-__all__ = ["connect"]
+__all__ = ["connect", "device_of"]
 
 
 def connect(mesh: DeviceMesh | dist.ProcessGroup | None, device: torch.device) -> Transport:
@@ -58,6 +58,22 @@ def connect(mesh: DeviceMesh | dist.ProcessGroup | None, device: torch.device) -
     raise ConfigError(
         f"mesh must have one axis (shard) or two (replicate x shard), got {mesh.ndim}: "
         "pass mesh['dp_replicate', 'dp_shard']"
+    )
+
+
+def device_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> torch.device:
+    """Where parameters that are on no real device yet go: the device that `mesh` communicates on.
+
+    Without a process group, torch's default device.
+    """
+    if isinstance(mesh, DeviceMesh):
+        kind = mesh.device_type
+    elif dist.is_available() and dist.is_initialized():
+        kind = "cuda" if "nccl" in dist.get_backend(mesh) else "cpu"
+    else:
+        return torch.get_default_device()
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     )
 
 

@@ -1,0 +1,208 @@
+"""Weights from a file into a model that is sharded, or on the meta device: `load_weights`.
+
+Every rank reads its own slices and no others.
+"""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .adapters import adapter_parameters, plain_name, tuned_layers
+from .agreement import in_agreement
+from .conversions import seed_master
+from .engine import Engine
+from .errors import ConfigError
+from .gather import engines_for
+from .initialise import Buffer, fill_buffers, persistent_buffers
+from .meta import give_elements, leave_meta
+from .parameters import Place
+from .transport import Op
+from .weight_files import WeightFiles
+from .wrappers import strip_wrappers, unwrap
+
+__all__ = ["IncompatibleKeys", "load_weights"]
+
+
+class IncompatibleKeys(NamedTuple):
+    """What `load_weights(strict=False)` left out, as torch's `load_state_dict` says it."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@torch.no_grad()
+def load_weights(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    names: Callable[[str], str | None] | None = None,
+) -> IncompatibleKeys:
+    """Read a safetensors checkpoint into a model that has a zeroshard optimizer, in any stage.
+
+    The model may be sharded, and may have come from the meta device. Every rank has to call this;
+    each reads only its slices, and below stage 3 gathers the others'. Values are cast to the
+    parameters' dtypes, and masters take them as they are in the file. Buffers that are not in the
+    file and still on the meta device are computed as by `init_weights`. Moments stay.
+
+    Args:
+        model: the one that the optimizer was built with. PEFT's adapters may be in it: they are
+            read if the file has them, and keep their values if not.
+        path: a directory with `model.safetensors` or `model.safetensors.index.json`, or one file.
+        strict: whether keys that are missing or unexpected are an error.
+        names: from a name in the file to the one in the model, or to None: leave it out.
+
+    Returns:
+        The missing and the unexpected keys.
+
+    Raises:
+        ConfigError: keys that are missing, unexpected (`strict`) or misshapen, all of them listed;
+            no such file; on every rank, before any parameter has changed.
+    """
+    model = unwrap(model)
+    engines = engines_for(model)
+    transport = engines[0].transport
+    with ExitStack() as stack:
+        with in_agreement(transport, "load_weights"):
+            files = stack.enter_context(WeightFiles(Path(path)))
+            plan = _Plan(model, files, names)
+            plan.check(strict)
+            for engine in engines:
+                engine.sharding.check_unpinned("load_weights")
+        for engine in engines:
+            engine.masters.look_at_writes()
+            engine.sharding.reshard_all()
+        with in_agreement(transport, "load_weights"):
+            for target, name in plan.sources.items():
+                _read_into(target, files, name, engines)
+    for engine in engines:
+        _gather_whole_arenas(engine)
+        engine.parameters.mark_loaded(plan.sources)
+    fill_buffers(model)
+    return IncompatibleKeys(plan.missing, plan.unexpected)
+
+
+Target = nn.Parameter | Buffer
+
+
+class _Plan:
+    """Which tensor of the file goes where.
+
+    Attributes:
+        sources: the model's parameters and buffers -> what they are called in the file.
+        missing: names in the model of which the file has none.
+        unexpected: names in the file that the model does not have.
+        misshapen: shapes that differ, in words.
+    """
+
+    def __init__(
+        self, model: nn.Module, files: WeightFiles, names: Callable[[str], str | None] | None
+    ) -> None:
+        by_name, first_names = _targets(model)
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        self.sources: dict[Target, str] = {}
+        self.unexpected: list[str] = []
+        self.misshapen: list[str] = []
+        for name, shape in files.shapes.items():
+            wanted = name if names is None else names(name)
+            if wanted is None:
+                continue
+            if wanted not in by_name and not any(re.search(p, wanted) for p in ignored):
+                self.unexpected.append(wanted)
+            for target in by_name.get(wanted, ()):
+                # A tied parameter may be in the file under several names: the first one counts.
+                if self.sources.setdefault(target, name) == name and shape != shape_of(target):
+                    self.misshapen.append(f"{wanted} {shape}, in the model {shape_of(target)}")
+        optional = adapter_parameters(model)
+        self.missing = [
+            name
+            for target, name in first_names.items()
+            if target not in self.sources and target not in optional
+        ]
+
+    def check(self, strict: bool) -> None:
+        """Raise if it does not fit."""
+        said = []
+        if self.missing and strict:
+            said.append(f"missing: {', '.join(self.missing)}")
+        if self.unexpected and strict:
+            said.append(f"unexpected: {', '.join(self.unexpected)}")
+        if self.misshapen:
+            said.append(f"shapes that differ: {'; '.join(self.misshapen)}")
+        if said:
+            raise ConfigError(
+                f"the file does not fit the model, and nothing was loaded. {'. '.join(said)}. Pass "
+                "names= to translate names, or strict=False to load what is there"
+            )
+
+
+def _targets(model: nn.Module) -> tuple[dict[str, list[Target]], dict[Target, str]]:
+    """What each name means, and the first name of each parameter and persistent buffer."""
+    adapted = any(True for _ in tuned_layers(model))
+    named: list[tuple[str, Target]] = [
+        *model.named_parameters(remove_duplicate=False),
+        *persistent_buffers(model),
+    ]
+    by_name: dict[str, list[Target]] = {}
+    first_names: dict[Target, str] = {}
+    for name, target in named:
+        name = strip_wrappers(name)
+        name = plain_name(name) if adapted else name
+        by_name.setdefault(name, []).append(target)
+        first_names.setdefault(target, name)
+    return by_name, first_names
+
+
+def shape_of(target: Target) -> tuple[int, ...]:
+    """The shape of a parameter, or of what a buffer is now."""
+    return tuple(target.tensor.shape if isinstance(target, Buffer) else target.shape)
+
+
+def _read_into(target: Target, files: WeightFiles, name: str, engines: Sequence[Engine]) -> None:
+    """Read what this rank keeps of one tensor."""
+    if isinstance(target, Buffer):
+        target.set(files.read(name), engines[0].device)
+        return
+    for engine in engines:
+        place = engine.parameters.places.get(target)
+        if place is not None:
+            _read_slices(engine, place, files, name)
+            return
+    leave_meta([target], engines[0].device)
+    if target.untyped_storage().nbytes() == 0:
+        give_elements(target)
+    target.copy_(files.read(name))
+
+
+def _read_slices(engine: Engine, place: Place, files: WeightFiles, name: str) -> None:
+    arena, slices = place.arena, place.slices
+    slot = engine.slot_of.get(place.parameter)
+    if slot is None and arena.shard is None:  # frozen, and of one element
+        place.view.copy_(files.read(name))
+        return
+    ranges = slices.by_rank[engine.transport.rank]
+    if slot is None:
+        pieces = engine.parameters.shard_of(place).split([numel for _, numel in ranges])
+        for (start, numel), piece in zip(ranges, pieces, strict=True):
+            piece.copy_(files.read_range(name, slices.stride, start, numel))
+        return
+    master = engine.formats[engine.layout.slots[slot].arena].master
+    parts = engine.masters.local_parts(slot)
+    for (start, numel), (parameter, state) in zip(ranges, parts, strict=True):
+        values = files.read_range(name, slices.stride, start, numel)
+        seed_master(values.to(parameter.device).float(), parameter, state, master)
+
+
+def _gather_whole_arenas(engine: Engine) -> None:
+    """Give every rank the others' parts of what is never freed."""
+    for arena in engine.arenas:
+        for bucket in arena.plan.buckets if arena.is_whole else ():
+            op = Op("loaded weights", bucket=bucket.index)
+            shard = arena.parameter_shard(bucket.index)
+            engine.transport.gather(arena.bucket(bucket.index), shard, op=op).wait()
