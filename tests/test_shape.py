@@ -26,9 +26,10 @@ LAYERS = [
     ["engine"],
     ["state", "accounts"],
     ["optimizer"],
-    ["gather", "weight_files", "adapters", "agreement"],
+    ["weight_files", "adapters", "agreement"],
+    ["gather"],
     ["initialise"],
-    ["weights"],
+    ["weights", "export", "ema"],
     ["__init__"],
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}

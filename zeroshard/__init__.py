@@ -2,17 +2,22 @@
 
 from . import errors
 from .config import Precision
-from .gather import gather
+from .ema import EMA
+from .export import export_weights
+from .gather import full_parameters, gather
 from .initialise import init_weights
 from .optimizer import AdamW
 from .shard_tensor import ShardTensor
 from .weights import load_weights
 
 __all__ = [
+    "EMA",
     "AdamW",
     "Precision",
     "ShardTensor",
     "errors",
+    "export_weights",
+    "full_parameters",
     "gather",
     "init_weights",
     "load_weights",

@@ -14,6 +14,7 @@ from .errors import ConfigError
 
 __all__ = [
     "adapter_parameters",
+    "idle_copies",
     "is_adapted",
     "is_tuned",
     "merged_weight",
@@ -62,6 +63,22 @@ def adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
     return found
 
 
+def idle_copies(model: nn.Module) -> set[nn.Parameter]:
+    """Originals that PEFT trains a copy of (`modules_to_save`), and copies that are not active."""
+    found: set[nn.Parameter] = set()
+    for wrapper in model.modules():
+        copies: Any = getattr(wrapper, "modules_to_save", None)
+        original: Any = getattr(wrapper, "original_module", None)
+        if isinstance(copies, nn.ModuleDict) and isinstance(original, nn.Module):
+            every = dict(copies)
+            active: Any = getattr(wrapper, "active_adapters", ())
+            used = next((every[name] for name in active if name in every), original)
+            for module in (original, *every.values()):
+                if module is not used:
+                    found.update(module.parameters())
+    return found
+
+
 def plain_name(name: str) -> str:
     """What a tensor of an adapted model is called in the plain one.
 
@@ -80,7 +97,11 @@ def merged_weight(layer: Any) -> Tensor:
     """
     weight: Tensor = layer.base_layer.weight
     active = [name for name in layer.active_adapters if name not in layer.merged_adapters]
-    special = [name for name in active if name in getattr(layer, "lora_variant", {})]
+    special = [
+        name
+        for name in active
+        if name in getattr(layer, "lora_variant", ()) or getattr(layer, "lora_bias", {}).get(name)
+    ]
     if special or not hasattr(layer, "get_delta_weight"):
         raise ConfigError(
             f"{type(layer).__name__} has adapters that cannot be merged on the fly (plain LoRA "
@@ -89,5 +110,5 @@ def merged_weight(layer: Any) -> Tensor:
     with torch.no_grad():
         for name in active:
             if name in _adapter_names(layer):
-                weight = weight + layer.get_delta_weight(name).to(weight.dtype)
+                weight = (weight + layer.get_delta_weight(name)).to(weight.dtype)
     return weight

@@ -97,6 +97,7 @@ class Engine:
         self.on_close: Callable[[Engine], None] = _nothing
         self.step_count = 0
         self.is_closed = False
+        self.cannot_step = ""  # why, while that is so
         self.gathers: list[Pending] = []
         self.skips = SkipCounter()
 
@@ -281,6 +282,7 @@ class Engine:
     @torch.no_grad()
     def step(self) -> None:
         """One AdamW update of everything that has a gradient."""
+        self.check_can_step("step")
         self.gradients.close()
         self.adopt_unfrozen()
         self.masters.look_at_writes()
@@ -300,6 +302,11 @@ class Engine:
         if not self.transport.distributed or self.gradients.ddp_owns_gradients():
             self.gradients.free_copies()
             self._forget_gradients()
+
+    def check_can_step(self, what: str) -> None:
+        """Raise if the parameters are not the weights that are trained."""
+        if self.cannot_step:
+            raise ConfigError(f"{what} is not possible now: {self.cannot_step}")
 
     @property
     def _reads_scalars(self) -> bool:

@@ -1,15 +1,18 @@
-"""`zeroshard.gather`: full parameters of a module everywhere, for as long as a context lasts."""
+"""Full parameters everywhere: for as long as a context lasts, or one unit after the other."""
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .adapters import adapter_parameters, idle_copies, merged_weight, plain_name, tuned_layers
 from .engine import Engine, engines_of, newest_engine
 from .errors import ConfigError
+from .transport import Op
+from .wrappers import unwrap
 
-__all__ = ["engines_for", "gather", "gathered"]
+__all__ = ["engines_for", "full_parameters", "gather", "gather_whole_arenas", "gathered", "stream"]
 
 
 def engines_for(model: nn.Module) -> list[Engine]:
@@ -74,3 +77,75 @@ def gather(
                     engine.masters.write_back(parameters)
                 owned = {p for engine in engines for p in engine.parameters.places}
                 newest.broadcast(dict.fromkeys(p for p in parameters if p not in owned))
+
+
+def full_parameters(
+    model: nn.Module, *, merge_adapters: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, whole, with its name: on every rank, one unit at a time.
+
+    For pushing weights to an inference engine. Every rank has to iterate, to the same point. A
+    tensor that is kept stays as it is now, and costs its unit's memory.
+
+    Args:
+        model: one that has a zeroshard optimizer.
+        merge_adapters: add PEFT's active LoRA adapters to the weights under them, and give names
+            and parameters of the plain model only. The model itself does not change.
+
+    Returns:
+        An iterator of (name as in `named_parameters()`, tensor of the parameter's dtype).
+
+    Raises:
+        ConfigError: no optimizer; adapters that are not simply added.
+    """
+    model = unwrap(model)
+    engines_for(model)
+    return _merged(model) if merge_adapters else stream(model, set(model.parameters()))
+
+
+def stream(model: nn.Module, wanted: Collection[nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters in `wanted`, with their names, whole while they are handed out."""
+    for named in _by_unit(model, wanted):
+        with gathered([parameter for _, parameter in named]):
+            for name, parameter in named:
+                yield name, parameter.detach()
+
+
+def _by_unit(
+    model: nn.Module, wanted: Collection[nn.Parameter]
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """The parameters in `wanted` by unit; first those that are in none."""
+    named = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter in wanted
+    ]
+    rest = dict.fromkeys(parameter for _, parameter in named)
+    groups = []
+    for engine in engines_of(rest):
+        for unit in engine.sharding.units:
+            inside = {place.parameter for place in unit.places}
+            groups.append([(name, parameter) for name, parameter in named if parameter in inside])
+            rest = {parameter: None for parameter in rest if parameter not in inside}
+    groups.insert(0, [(name, parameter) for name, parameter in named if parameter in rest])
+    return (group for group in groups if group)
+
+
+def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    layers = {layer.base_layer.weight: layer for layer in tuned_layers(model)}
+    others = adapter_parameters(model) | idle_copies(model)
+    for named in _by_unit(model, set(model.parameters()) - others):
+        parameters = [parameter for _, parameter in named]
+        parts = {p for q in parameters if q in layers for p in layers[q].parameters()}
+        with gathered([*parameters, *parts]):
+            for name, parameter in named:
+                layer = layers.get(parameter)
+                whole = parameter.detach() if layer is None else merged_weight(layer)
+                yield plain_name(name), whole
+
+
+def gather_whole_arenas(engine: Engine, what: str) -> None:
+    """Give every rank the others' parts of the parameters that are never freed."""
+    for arena in engine.arenas:
+        for bucket in arena.plan.buckets if arena.is_whole else ():
+            op = Op(what, bucket=bucket.index)
+            shard = arena.parameter_shard(bucket.index)
+            engine.transport.gather(arena.bucket(bucket.index), shard, op=op).wait()

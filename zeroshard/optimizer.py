@@ -289,6 +289,7 @@ class AdamW(torch.optim.Optimizer):
         Args:
             to: rank in the shard group.
         """
+        self.engine.check_can_step("consolidate_state_dict")
         parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
         whole = consolidate(self.engine, parameters, to)
         self._consolidated = whole if self.engine.transport.rank == to else None

@@ -18,7 +18,7 @@ from .layout import BLOCK
 from .shard_tensor import ShardTensor, Slices
 from .storage import slot_view
 
-__all__ = ["check_groups", "consolidate", "load_slot", "slices_of", "state_of"]
+__all__ = ["check_groups", "consolidate", "load_slot", "local_slice", "slices_of", "state_of"]
 
 
 def state_of(engine: Engine, slot: int) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def slices_of(engine: Engine, slot: int, saved: Mapping[str, Any]) -> dict[str, 
     local = {}
     for key in ("exp_avg", "exp_avg_sq", "master", "remainder"):
         if key in saved:
-            local[key] = _local(engine, slices, saved[key], f"{key} of {name!r}")
+            local[key] = local_slice(engine, slices, saved[key], f"{key} of {name!r}")
     for key in MOMENT_NAMES:
         has_codes = key in local and local[key].dtype in (torch.int8, torch.uint8)
         if has_codes != (f"{key}_scale" in saved):
@@ -135,7 +135,7 @@ def slices_of(engine: Engine, slot: int, saved: Mapping[str, Any]) -> dict[str, 
             )
         if has_codes:
             of_blocks, what = slices.per_block(BLOCK), f"{key}_scale of {name!r}"
-            scale = _local(engine, of_blocks, saved[f"{key}_scale"], what)
+            scale = local_slice(engine, of_blocks, saved[f"{key}_scale"], what)
             local[key] = read_moment(key, {key: local[key], f"{key}_scale": scale})
     local["step"] = torch.as_tensor(saved.get("step", 0), dtype=torch.float32).reshape(())
     return local
@@ -156,7 +156,7 @@ def load_slot(engine: Engine, slot: int, local: Mapping[str, Tensor]) -> None:
         _set_master(engine, slot, local["master"])
 
 
-def _local(engine: Engine, slices: Slices, value: Any, what: str) -> Tensor:
+def local_slice(engine: Engine, slices: Slices, value: Any, what: str) -> Tensor:
     """This rank's slice of a saved value, [slice's numel] in storage order."""
     if isinstance(value, ShardTensor):
         if not value.slices.same_as(slices):

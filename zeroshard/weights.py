@@ -18,11 +18,10 @@ from .agreement import in_agreement
 from .conversions import seed_master
 from .engine import Engine
 from .errors import ConfigError
-from .gather import engines_for
+from .gather import engines_for, gather_whole_arenas
 from .initialise import Buffer, fill_buffers, persistent_buffers
 from .meta import give_elements, leave_meta
 from .parameters import Place
-from .transport import Op
 from .weight_files import WeightFiles
 from .wrappers import strip_wrappers, unwrap
 
@@ -82,7 +81,7 @@ def load_weights(
             for target, name in plan.sources.items():
                 _read_into(target, files, name, engines)
     for engine in engines:
-        _gather_whole_arenas(engine)
+        gather_whole_arenas(engine, "loaded weights")
         engine.parameters.mark_loaded(plan.sources)
     fill_buffers(model)
     return IncompatibleKeys(plan.missing, plan.unexpected)
@@ -195,14 +194,6 @@ def _read_slices(engine: Engine, place: Place, files: WeightFiles, name: str) ->
     master = engine.formats[engine.layout.slots[slot].arena].master
     parts = engine.masters.local_parts(slot)
     for (start, numel), (parameter, state) in zip(ranges, parts, strict=True):
-        values = files.read_range(name, slices.stride, start, numel)
-        seed_master(values.to(parameter.device).float(), parameter, state, master)
-
-
-def _gather_whole_arenas(engine: Engine) -> None:
-    """Give every rank the others' parts of what is never freed."""
-    for arena in engine.arenas:
-        for bucket in arena.plan.buckets if arena.is_whole else ():
-            op = Op("loaded weights", bucket=bucket.index)
-            shard = arena.parameter_shard(bucket.index)
-            engine.transport.gather(arena.bucket(bucket.index), shard, op=op).wait()
+        values = files.read_range(name, slices.stride, start, numel).to(parameter.device)
+        parameter.copy_(values)
+        seed_master(values.float(), parameter, state, master)

@@ -117,6 +117,11 @@ class Transport(ABC):
     buffers: Any = Buffers()
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is the first of all ranks that hold the model, replicas included."""
+        return self.mesh is None or not any(self.mesh.get_coordinate() or ())
+
+    @property
     def num_ranks(self) -> int:
         """Data-parallel ranks: those a gradient is averaged over."""
         return self.world_size * self.num_replicas
