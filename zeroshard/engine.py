@@ -377,7 +377,7 @@ class Engine:
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the first rank's values of tensors that are not ours."""
         for tensor in tensors:
-            if tensor.numel() and not tensor.is_meta and tensor not in self.parameters.places:
+            if tensor.untyped_storage().nbytes() and tensor not in self.parameters.places:
                 whole = tensor.data.contiguous()
                 self.transport.broadcast(whole, op=Op("initial buffers")).wait()
                 tensor.data.copy_(whole)
