@@ -33,7 +33,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 def is_tuned(layer: Any) -> bool:
     """Whether a layer has adapters."""
-    return hasattr(layer, "adapter_layer_names")
+    return hasattr(layer, "adapter_layer_names") and hasattr(layer, "base_layer")
 
 
 def tuned_layers(model: nn.Module) -> Iterator[Any]:

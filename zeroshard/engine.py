@@ -286,10 +286,10 @@ class Engine:
         self.gradients.close()
         self.adopt_unfrozen()
         self.masters.look_at_writes()
-        self.parameters.check_values(self.parameters.places.values())
         used, flags_are_valid = self.gradients.collect()
         if not used:
             return
+        self.parameters.check_values(self.gradients.parameters[slot] for slot in used)
         self.step_count += 1
         self._clip(used)
         self._found_inf = self._agree_to_skip(flags_are_valid)

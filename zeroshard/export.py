@@ -4,10 +4,12 @@ Streams one unit at a time; the first rank writes.
 """
 
 import copy
+import ctypes
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,9 +21,9 @@ from torch import Tensor, nn
 from .adapters import is_adapted
 from .agreement import in_agreement
 from .errors import ConfigError
-from .gather import engines_for, stream
+from .gather import by_unit, check_values, engines_for, stream
 from .initialise import persistent_buffers
-from .weight_files import WEIGHTS_NAME
+from .weight_files import WEIGHTS_NAME, Entry, WeightFile
 from .wrappers import strip_wrappers, unwrap
 
 __all__ = ["export_weights"]
@@ -39,8 +41,7 @@ def export_weights(
 
     The first rank writes `model.safetensors`, or several files and their index, and the model's
     config where it has one; of a PEFT model the adapters alone. No rank holds more than its shards
-    and one unit; the first one holds the file that it is filling, too. What stands behind `path` is
-    complete or not there: it gets its name at the end.
+    and one unit. What stands behind `path` is complete or not there: it gets its name at the end.
 
     Args:
         model: one that has a zeroshard optimizer, in any stage.
@@ -57,28 +58,39 @@ def export_weights(
     path = Path(path)
     unfinished = path.with_name(f".{path.name}.partial")
     with in_agreement(transport, "export_weights"):
+        check_values(model)
         _check_free(path, overwrite)
         folders = _adapter_folders(model) if is_adapted(model) else [_model_folder(model, dtype)]
+        writers = [_Writer(unfinished / f.name, f, model, max_file_nbytes) for f in folders]
         if transport.is_first:
             shutil.rmtree(unfinished, ignore_errors=True)
             for folder in folders:
                 (unfinished / folder.name).mkdir(parents=True, exist_ok=True)
     failure: Exception | None = None
-    writers = [_Writer(unfinished / folder.name, folder, max_file_nbytes) for folder in folders]
-    for writer in writers:
-        for name, tensor in writer.folder.stream(model):
+    for folder, writer in zip(folders, writers, strict=True):
+        for tensor in folder.stream(model):
             if transport.is_first and failure is None:
                 try:
-                    writer.add(name, tensor)
+                    writer.write(tensor)
                 except Exception as error:  # the other ranks go on, and hear of it at the end
+                    writer.close()
                     failure = error
-    with in_agreement(transport, "export_weights"):
+    with in_agreement(transport, "export_weights"), _removed_on_error(unfinished):
         if failure is not None:
             raise failure
         if transport.is_first:
             for writer in writers:
                 writer.finish()
             _replace(path, unfinished)
+
+
+@contextmanager
+def _removed_on_error(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 @dataclass(kw_only=True)
@@ -101,61 +113,85 @@ class _Folder:
     dtype: torch.dtype | None = None
     write_config: Callable[[Path], object]
 
-    def stream(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor, whole, with its name in the file."""
-        ours = dict(model.named_parameters())
-        for name, tensor in stream(model, set(self.names)):
-            yield self.names[ours[name]], tensor
-        yield from self.buffers
+    def entries(self, model: nn.Module) -> Iterator[Entry]:
+        """What `stream` will hand out."""
+        for named in by_unit(model, set(self.names)):
+            for _, parameter in named:
+                yield self._entry(self.names[parameter], parameter)
+        for name, tensor in self.buffers:
+            yield self._entry(name, tensor)
+
+    def _entry(self, name: str, tensor: Tensor) -> Entry:
+        dtype = (self.dtype if tensor.is_floating_point() else None) or tensor.dtype
+        return Entry(name, tuple(tensor.shape), dtype)
+
+    def stream(self, model: nn.Module) -> Iterator[Tensor]:
+        """Each tensor, whole."""
+        for _, tensor in stream(model, set(self.names)):
+            yield tensor
+        for _, tensor in self.buffers:
+            yield tensor
 
 
 class _Writer:
-    """Fills the files of one folder with tensors as they come.
+    """Writes the files of one folder, tensor by tensor.
 
     Args:
         path: of the folder.
-        folder: what it is.
+        folder: what comes, in the order of its `stream`.
+        model: where it comes from.
         max_file_nbytes: see `export_weights`.
     """
 
-    def __init__(self, path: Path, folder: _Folder, max_file_nbytes: int) -> None:
-        self.path, self.folder, self.max_file_nbytes = path, folder, max_file_nbytes
-        self.pending: dict[str, Tensor] = {}
-        self.files: list[tuple[Path, list[str]]] = []  # with the names of their tensors
-        self.pending_nbytes = self.total_nbytes = 0
+    def __init__(self, path: Path, folder: _Folder, model: nn.Module, max_file_nbytes: int) -> None:
+        self.path, self.folder = path, folder
+        files: list[list[Entry]] = [[]]
+        for entry in folder.entries(model):
+            if files[-1] and sum(e.nbytes for e in files[-1]) + entry.nbytes > max_file_nbytes:
+                files.append([])
+            files[-1].append(entry)
+        self.files = files
+        stem, total = folder.file_name.removesuffix(".safetensors"), len(files)
+        self.index_name = f"{stem}.safetensors.index.json"
+        self.names = (
+            [folder.file_name]
+            if total == 1
+            else [
+                f"{stem}-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)
+            ]
+        )
+        self._open: WeightFile | None = None
+        self._next = 0
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Take a copy of a tensor; write a file if it is full."""
-        dtype = self.folder.dtype if tensor.is_floating_point() else None
-        nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize
-        if self.pending and self.pending_nbytes + nbytes > self.max_file_nbytes:
-            self._write()
-        copied = torch.empty(tensor.shape, dtype=dtype or tensor.dtype)
-        self.pending[name] = copied.copy_(tensor.detach())
-        self.pending_nbytes += nbytes
-        self.total_nbytes += nbytes
+    def write(self, tensor: Tensor) -> None:
+        """Write the next tensor."""
+        if self._open is None:
+            self._open = WeightFile(self.path / self.names[self._next], self.files[self._next])
+            self._next += 1
+        self._open.write(tensor)
+        if self._open.is_complete:
+            self._open = None
 
-    def _write(self) -> None:
-        from safetensors.torch import save_file
-
-        file = self.path / f"{len(self.files)}.part"
-        save_file(self.pending, file, metadata={"format": "pt"})
-        self.files.append((file, list(self.pending)))
-        self.pending, self.pending_nbytes = {}, 0
+    def close(self) -> None:
+        """Close what an error left open."""
+        if self._open is not None:
+            self._open.close()
 
     def finish(self) -> None:
-        """Write what is left, name the files, and write their index and the config."""
-        self._write()
-        stem, total = self.folder.file_name.removesuffix(".safetensors"), len(self.files)
-        weight_map = {}
-        for number, (file, names) in enumerate(self.files, start=1):
-            final = f"{stem}-{number:05d}-of-{total:05d}.safetensors"
-            file.rename(self.path / (final if total > 1 else self.folder.file_name))
-            weight_map.update(dict.fromkeys(names, final))
-        if total > 1:
-            index = {"metadata": {"total_size": self.total_nbytes}, "weight_map": weight_map}
+        """Write the index, where there are several files, and the config."""
+        if len(self.files) > 1:
+            entries = [entry for file in self.files for entry in file]
+            weight_map = {
+                entry.name: name
+                for name, file in zip(self.names, self.files, strict=True)
+                for entry in file
+            }
+            index = {
+                "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
+                "weight_map": weight_map,
+            }
             text = json.dumps(index, indent=2, sort_keys=True)
-            (self.path / f"{stem}.safetensors.index.json").write_text(text + "\n")
+            (self.path / self.index_name).write_text(text + "\n")
         self.folder.write_config(self.path)
 
 
@@ -165,15 +201,29 @@ def _check_free(path: Path, overwrite: bool) -> None:
 
 
 def _replace(path: Path, complete: Path) -> None:
-    """Give a complete folder its final name; what has that name now goes last."""
+    """Give a complete folder its final name, in one go; what had that name before is removed."""
     if not path.exists():
         complete.rename(path)
         return
-    replaced = path.with_name(f".{path.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    path.rename(replaced)
-    complete.rename(path)
-    shutil.rmtree(replaced)
+    if not _exchange(path, complete):
+        before = path.with_name(f".{path.name}.replaced")
+        shutil.rmtree(before, ignore_errors=True)
+        path.rename(before)
+        try:
+            complete.rename(path)
+        except BaseException:
+            before.rename(path)
+            raise
+        complete = before
+    shutil.rmtree(complete)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange the names of two folders at once; whether this system and file system can."""
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    names = [os.fsencode(path.absolute()) for path in (first, second)]
+    return exchange is not None and exchange(here, names[0], here, names[1], swap) == 0
 
 
 def _model_folder(model: nn.Module, dtype: torch.dtype | None) -> _Folder:

@@ -12,7 +12,16 @@ from .errors import ConfigError
 from .transport import Op
 from .wrappers import unwrap
 
-__all__ = ["engines_for", "full_parameters", "gather", "gather_whole_arenas", "gathered", "stream"]
+__all__ = [
+    "by_unit",
+    "check_values",
+    "engines_for",
+    "full_parameters",
+    "gather",
+    "gather_whole_arenas",
+    "gathered",
+    "stream",
+]
 
 
 def engines_for(model: nn.Module) -> list[Engine]:
@@ -84,8 +93,8 @@ def full_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Every parameter, whole, with its name: on every rank, one unit at a time.
 
-    For pushing weights to an inference engine. Every rank has to iterate, to the same point. A
-    tensor that is kept stays as it is now, and costs its unit's memory.
+    For pushing weights to an inference engine. Every rank has to iterate, to the same point. The
+    tensors are copies, the caller's to keep.
 
     Args:
         model: one that has a zeroshard optimizer.
@@ -99,19 +108,27 @@ def full_parameters(
         ConfigError: no optimizer; adapters that are not simply added.
     """
     model = unwrap(model)
-    engines_for(model)
-    return _merged(model) if merge_adapters else stream(model, set(model.parameters()))
+    check_values(model)
+    if merge_adapters:
+        return _merged(model)
+    return ((name, p.clone()) for name, p in stream(model, set(model.parameters())))
+
+
+def check_values(model: nn.Module) -> None:
+    """Raise if a model has no optimizer, or parameters that came from meta without values."""
+    for engine in engines_for(model):
+        engine.parameters.check_values(model.parameters())
 
 
 def stream(model: nn.Module, wanted: Collection[nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
     """The parameters in `wanted`, with their names, whole while they are handed out."""
-    for named in _by_unit(model, wanted):
+    for named in by_unit(model, wanted):
         with gathered([parameter for _, parameter in named]):
             for name, parameter in named:
                 yield name, parameter.detach()
 
 
-def _by_unit(
+def by_unit(
     model: nn.Module, wanted: Collection[nn.Parameter]
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
     """The parameters in `wanted` by unit; first those that are in none."""
@@ -132,14 +149,14 @@ def _by_unit(
 def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     layers = {layer.base_layer.weight: layer for layer in tuned_layers(model)}
     others = adapter_parameters(model) | idle_copies(model)
-    for named in _by_unit(model, set(model.parameters()) - others):
+    for named in by_unit(model, set(model.parameters()) - others):
         parameters = [parameter for _, parameter in named]
         parts = {p for q in parameters if q in layers for p in layers[q].parameters()}
         with gathered([*parameters, *parts]):
             for name, parameter in named:
                 layer = layers.get(parameter)
                 whole = parameter.detach() if layer is None else merged_weight(layer)
-                yield plain_name(name), whole
+                yield plain_name(name), whole.clone()
 
 
 def gather_whole_arenas(engine: Engine, what: str) -> None:

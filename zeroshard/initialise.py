@@ -140,7 +140,8 @@ def _initialise(model: nn.Module, engines: list[Engine], empty: set[nn.Parameter
                 stack.close()
                 stack.enter_context(gathered(parameters))
                 shown = needed
-            _fill(call, parameters, empty, engines)
+            with _kept_buffers(inside, buffers):
+                _fill(call, parameters, empty, engines)
     buffers.check(model)
 
 
@@ -161,6 +162,21 @@ def _fill(
     for engine in engines:
         engine.parameters.mark_unchanged(kept)
         engine.parameters.without_values.difference_update(filled)
+
+
+@contextmanager
+def _kept_buffers(modules: Collection[nn.Module], but: "_MetaBuffers") -> Iterator[None]:
+    """The buffers of `modules` that had values, and not `but`, are what they were afterwards."""
+    kept = [
+        (module, name, tensor, tensor.clone())
+        for module in modules
+        for name, tensor in module._buffers.items()
+        if tensor is not None and not tensor.is_meta and Buffer(module, name) not in but.shown
+    ]
+    yield
+    for module, name, tensor, values in kept:
+        module._buffers[name] = tensor
+        tensor.data.copy_(values)
 
 
 def _calls(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], object] | None]]:

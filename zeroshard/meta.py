@@ -17,7 +17,7 @@ def leave_meta(parameters: Iterable[Tensor], device: torch.device) -> list[nn.Pa
     `give_elements` gives them some.
 
     Returns:
-        Those that were on the meta device.
+        Those that were on the meta device and have elements.
 
     Raises:
         ConfigError: something holds one in a way that forbids that.
@@ -35,13 +35,13 @@ def leave_meta(parameters: Iterable[Tensor], device: torch.device) -> list[nn.Pa
                 return_to_meta(moved)
                 raise
             moved.append(parameter)
-    return moved
+    return [parameter for parameter in moved if parameter.numel()]
 
 
 def return_to_meta(parameters: Iterable[nn.Parameter]) -> None:
     """Undo `leave_meta` for those that have no elements yet."""
     for parameter in parameters:
-        if parameter.numel() and parameter.untyped_storage().nbytes() == 0:
+        if parameter.untyped_storage().nbytes() == 0:
             _exchange(parameter, torch.empty_like(parameter.data, device="meta"))
 
 

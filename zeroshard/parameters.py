@@ -207,6 +207,7 @@ class Parameters:
                 if module is not None and module._parameters.get(name) is not parameter:
                     raise ConfigError(_replaced(place.name, module))
         self.settle(self.places.values())
+        self._notice_values()
         written, self._written = self._written, {}
         return list(written)
 
@@ -281,26 +282,34 @@ class Parameters:
 
     def _note(self, parameter: nn.Parameter) -> None:
         """Somebody else wrote to a parameter."""
-        self._written[parameter] = None
         self.without_values.discard(parameter)
+        if parameter in self.places:
+            self._written[parameter] = None
 
-    def check_values(self, places: Iterable[Place]) -> None:
-        """Raise if a parameter that is about to be used has no values yet."""
+    def check_values(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise if one of `parameters`, which are about to be used, has no values yet."""
         if not self.without_values:
             return
-        places = list(places)
-        self.settle(places)
-        for parameter in self.without_values.difference(self.places):
-            if not (parameter.is_floating_point() and bool(parameter.isnan().all())):
-                self.without_values.discard(parameter)
-        places_of_others = self.without_values.difference(self.places)
-        missing = [place.name for place in places if place.parameter in self.without_values]
-        missing += [f"a frozen parameter of shape {tuple(p.shape)}" for p in places_of_others]
+        wanted = list(parameters)
+        self.settle(self.places[p] for p in wanted if p in self.places)
+        self._notice_values()
+        missing = [p for p in wanted if p in self.without_values]
         if missing:
+            names = [self.places[p].name if p in self.places else "one frozen" for p in missing]
             raise ConfigError(
-                f"{_listed(missing)} came from the meta device and has no values yet: call "
+                f"{_listed(names)} came from the meta device and has no values yet: call "
                 "zeroshard.load_weights(model, path) or zeroshard.init_weights(model) first"
             )
+
+    def _notice_values(self) -> None:
+        """Find values that came by ways which move no version, such as `p.data.copy_(x)`."""
+        for parameter in list(self.without_values):
+            place = self.places.get(parameter)
+            if place is not None and not place.arena.is_whole:
+                continue
+            values = parameter.data if place is None else place.view
+            if not (values.is_floating_point() and bool(values.isnan().all())):
+                self._note(parameter)
 
     def _renew_placeholders(self, arena: Arena) -> None:
         """Make new ones: who swapped `.data` holds an old one, and must not swap it back."""
@@ -332,9 +341,9 @@ class Parameters:
 
     def mark_loaded(self, parameters: Iterable[object]) -> None:
         """Values of those of `parameters` that live here came from a file, with their masters."""
-        loaded = [p for p in parameters if isinstance(p, nn.Parameter) and p in self.places]
+        loaded = [p for p in parameters if isinstance(p, nn.Parameter)]
         self.without_values.difference_update(loaded)
-        self.mark_written_by_us(loaded)
+        self.mark_written_by_us([p for p in loaded if p in self.places])
 
     def mark_written_by_us(self, parameters: Sequence[nn.Parameter]) -> None:
         """Bump the versions of parameters that a step changed, as torch's optimizers do.

@@ -145,7 +145,7 @@ class Sharding:
             self._ahead = None if self._ahead is unit else self._ahead
         self.unshard(unit)
         self._show(unit)
-        self.parameters.check_values(unit.places)
+        self.parameters.check_values(place.parameter for place in unit.places)
 
     def _make_room(self, unit: Unit) -> None:
         for other in (self._idle, self._ahead):

@@ -3,11 +3,15 @@
 Knows no model and no ranks.
 """
 
+import ctypes
 import json
+import struct
+from collections.abc import Sequence
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +19,25 @@ from torch import Tensor
 from .boxes import boxes_of
 from .errors import ConfigError
 
-__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "WeightFiles"]
+__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "Entry", "WeightFile", "WeightFiles"]
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class WeightFiles:
@@ -115,3 +134,66 @@ def _files_of(path: Path) -> list[Path]:
     except (ValueError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} is no index of safetensors files: {error!r}") from error
     return [path.parent / name for name in sorted(set(names))]
+
+
+class Entry(NamedTuple):
+    """A tensor that a file will hold."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class WeightFile:
+    """A safetensors file that is written tensor by tensor, in the order of `entries`.
+
+    The library's own function needs all tensors of a file at once. Source: the description of the
+    format in github.com/huggingface/safetensors.
+
+    Raises:
+        ConfigError: a dtype that such files do not have.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
+        self.path, self.entries = path, entries
+        self.written = 0
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        start = 0
+        for entry in entries:
+            if entry.dtype not in DTYPES:
+                raise ConfigError(f"{entry.name} is {entry.dtype}, which safetensors does not have")
+            header[entry.name] = {
+                "dtype": DTYPES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [start, start + entry.nbytes],
+            }
+            start += entry.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._file = path.open("wb")
+        self._file.write(struct.pack("<Q", len(text)) + text)
+
+    def write(self, tensor: Tensor) -> None:
+        """Write the next tensor; close the file after the last one."""
+        entry = self.entries[self.written]
+        tensor = tensor.detach().to("cpu", entry.dtype).contiguous()
+        assert tuple(tensor.shape) == entry.shape
+        if entry.nbytes:
+            self._file.write((ctypes.c_char * entry.nbytes).from_address(tensor.data_ptr()))
+        self.written += 1
+        if self.is_complete:
+            self.close()
+
+    def close(self) -> None:
+        """Close the file, complete or not."""
+        self._file.close()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything is written."""
+        return self.written == len(self.entries)

@@ -98,6 +98,7 @@ class _Plan:
         missing: names in the model of which the file has none.
         unexpected: names in the file that the model does not have.
         misshapen: shapes that differ, in words.
+        doubled: names for which the file has two tensors.
     """
 
     def __init__(
@@ -106,12 +107,16 @@ class _Plan:
         by_name, first_names = _targets(model)
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         self.sources: dict[Target, str] = {}
+        self.doubled: list[str] = []
+        names_of: dict[str, str] = {}
         self.unexpected: list[str] = []
         self.misshapen: list[str] = []
         for name, shape in files.shapes.items():
             wanted = name if names is None else names(name)
             if wanted is None:
                 continue
+            if names_of.setdefault(wanted, name) != name:
+                self.doubled.append(f"{wanted}, from {names_of[wanted]} and from {name}")
             if wanted not in by_name and not any(re.search(p, wanted) for p in ignored):
                 self.unexpected.append(wanted)
             for target in by_name.get(wanted, ()):
@@ -132,6 +137,8 @@ class _Plan:
             said.append(f"missing: {', '.join(self.missing)}")
         if self.unexpected and strict:
             said.append(f"unexpected: {', '.join(self.unexpected)}")
+        if self.doubled:
+            said.append(f"two tensors for one: {'; '.join(self.doubled)}")
         if self.misshapen:
             said.append(f"shapes that differ: {'; '.join(self.misshapen)}")
         if said:
