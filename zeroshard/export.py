@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -215,7 +215,8 @@ def _replace(path: Path, complete: Path) -> None:
             before.rename(path)
             raise
         complete = before
-    shutil.rmtree(complete)
+    with suppress(OSError):  # the next export removes it
+        shutil.rmtree(complete)
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -118,47 +118,51 @@ def _same_random_numbers(transport: Transport, device: torch.device) -> Iterator
 def _initialise(model: nn.Module, engines: list[Engine], empty: set[nn.Parameter]) -> None:
     """Initialise buffers on the meta device and `empty`, from which what has values is taken."""
     calls = list(_calls(model))
-    # A tied parameter is initialised where it is first, and not again elsewhere.
+    # A tied parameter keeps what it is given where it comes first. Where it comes again the same
+    # numbers are drawn, as by a model whose parameters are tied after they were initialised.
     holders: dict[nn.Parameter, nn.Module] = {}
     for module, _ in calls:
         for parameter in module._parameters.values():
             if parameter is not None and parameter in empty:
                 holders.setdefault(parameter, module)
-    wanted = set(holders.values())
     boundaries = {module for engine in engines for module in engine.sharded.unit_modules}
     buffers = _MetaBuffers(engines[0].device)
     with ExitStack() as stack:
         shown: set[Unit] = set()
         for module, call in calls:
             inside = list(_inside(module, boundaries))
-            has_buffers = buffers.give_memory(module)
-            if call is None or not (has_buffers or wanted.intersection(inside)):
-                continue
             parameters = {p for m in inside for p in m._parameters.values() if p is not None}
+            has_buffers = buffers.give_memory(module)
+            if call is None or not (has_buffers or parameters.intersection(holders)):
+                continue
             needed = {unit for e in engines for unit in e.sharding.units_of(parameters)}
             if not needed <= shown:
                 stack.close()
                 stack.enter_context(gathered(parameters))
                 shown = needed
             with _kept_buffers(inside, buffers):
-                _fill(call, parameters, empty, engines)
+                to_fill = {p for p in parameters if holders.get(p) in inside}
+                _fill(call, to_fill, parameters - to_fill, engines)
+                empty.difference_update(p for p in to_fill if not _is_untouched(p))
     buffers.check(model)
 
 
 def _fill(
     call: Callable[[], object],
-    parameters: Collection[nn.Parameter],
-    empty: set[nn.Parameter],
+    to_fill: Collection[nn.Parameter],
+    to_keep: Collection[nn.Parameter],
     engines: list[Engine],
 ) -> None:
-    """Initialise those of whole `parameters` that are in `empty`; the others stay as they are."""
-    kept = {p: p.detach().clone() for p in parameters if p not in empty}
+    """Initialise whole parameters; those in `to_keep` stay as they are.
+
+    One that a module inside has initialised may be initialised anew, as by GPT-2's blocks.
+    """
+    kept = {p: p.detach().clone() for p in to_keep}
     call()
     for parameter, values in kept.items():
         parameter.data.copy_(values)
-    filled = [p for p in empty.intersection(parameters) if not _is_untouched(p)]
+    filled = [p for p in to_fill if not _is_untouched(p)]
     torch.autograd.graph.increment_version(filled)  # also where the call wrote to `.data`
-    empty.difference_update(filled)
     for engine in engines:
         engine.parameters.mark_unchanged(kept)
         engine.parameters.without_values.difference_update(filled)
