@@ -12,7 +12,7 @@ import zeroshard
 PACKAGE = pathlib.Path(zeroshard.__file__).parent
 LAYERS = [
     ["errors"],
-    ["config", "param_groups", "meta"],
+    ["config", "param_groups", "meta", "tracing"],
     ["layout", "formats", "schedule", "boxes", "units"],
     ["transport", "triton_kernels", "storage", "wrappers", "walk"],
     ["conversions"],

@@ -41,8 +41,8 @@ class Backward:
         and none is late where no backward ran inside of another.
         """
         slots = range(len(self.layout.slots))
-        mine = [slot in self.arrived or slot in self.late for slot in slots]
-        late = [slot in self.late for slot in slots]
+        late = [slot in self.late for slot in slots] if self.late else [False] * len(slots)
+        mine = [slot in self.arrived or late[slot] for slot in slots]
         bits = on_device([*mine, *late], torch.uint8, device)
         transport.all_reduce(bits, "max", op=Op("use of parameters", round=self.round)).wait()
         if device.type != "cpu" and all(mine) and not may_be_late:

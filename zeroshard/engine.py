@@ -6,7 +6,7 @@ One engine serves one optimizer; autograd's hooks keep it alive as long as the p
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from .parameters import Parameters
 from .schedule import Action, Event, compile_schedule
 from .sharded_model import ShardedModel
 from .storage import Arena, BufferPool
+from .tracing import traced
 from .transport import Op, Pending, Transport
 from .update import StepCounters, Updater, new_updaters
 
@@ -199,11 +200,11 @@ class Engine:
         for action in self.schedule.actions(event):
             ACTIONS[action](self, index)
 
-    @torch.no_grad()
     def _at_module(self, event: Event, unit: int) -> None:
         if event is Event.PRE_BACKWARD:
             self.gradients.come_to_unit(again=self.modules.walk.was_done(unit))
-        self._execute(event, unit)
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # the dearer one
+            self._execute(event, unit)
 
     def _unshard(self, unit: int) -> None:
         self.sharding.enter(unit)
@@ -221,7 +222,7 @@ class Engine:
         self.sharding.reshard_all(self.modules.backward_ended())
 
     def _reduce(self, bucket: int) -> None:
-        with torch.profiler.record_function("zeroshard::reduce"):
+        with traced("zeroshard::reduce"):
             self.gradients.reduce(bucket)
 
     def _drain(self, bucket: int) -> None:
@@ -260,7 +261,7 @@ class Engine:
         self.pool.release()
 
     def _gather(self, bucket: int) -> None:
-        with torch.profiler.record_function("zeroshard::gather"):
+        with traced("zeroshard::gather"):
             arena = self.arenas[self.layout.buckets[bucket].arena]
             if arena.is_whole:
                 op = Op("gather", bucket=bucket, round=self.step_count, unit=arena.plan.unit)
@@ -270,7 +271,7 @@ class Engine:
     def _update(self, _: int) -> None:
         """Update every bucket that has a gradient; gathers start while the next ones update."""
         for arena, buckets in self._work:
-            with torch.profiler.record_function("zeroshard::update"):
+            with traced("zeroshard::update"):
                 self.updaters[arena].update(
                     buckets, self.param_groups, self._found_inf, self._coefficient
                 )

@@ -1,7 +1,7 @@
 """The gradient shards and the ShardTensors that show them as `p.grad`. No communication."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class GradientShards:
             if handle is not None:
                 handle.siblings = self.norms.of_slot(slot)
         self._handles += [None] * (len(layout.slots) - known)
+        rank = self.transport.rank
+        self._ranges = [layout.local_range(slot.index, rank) for slot in layout.slots]
         self._zero.update(range(known, len(layout.slots)))
 
     def detach(self) -> None:
@@ -53,7 +55,7 @@ class GradientShards:
 
     def local(self, slot: int) -> Tensor:
         """[slice's numel] fp32: the slot's range of this rank's shard."""
-        start, stop = self.layout.local_range(slot, self.transport.rank)
+        start, stop = self._ranges[slot]
         return self._of_arena(self.arena_of(slot))[start:stop]
 
     def _of_arena(self, arena: Arena) -> Tensor:
@@ -65,7 +67,7 @@ class GradientShards:
             self._zero.add(slot.index)
             handle = self._handles[slot.index]
             if handle is not None:
-                start, stop = self.layout.local_range(slot.index, arena.rank)
+                start, stop = self._ranges[slot.index]
                 handle._local_tensor = gradients[start:stop]
         return gradients
 
@@ -103,6 +105,17 @@ class GradientShards:
         assert handle is not None
         handle._local_tensor.data = handle._local_tensor.clone()  # also for what shares it
         handle.siblings = None
+
+    def is_free(self, bucket: int) -> bool:
+        """Whether a bucket's shard has no memory, so that no parameter shows a gradient there."""
+        return self.arenas[self.layout.buckets[bucket].arena].gradients is None
+
+    def about_to_fill(self, slots: Collection[int]) -> None:
+        """`about_to_change` for slots whose shard has no memory yet."""
+        for slot in slots:
+            self._of_arena(self.arena_of(slot))
+            break
+        self._zero.difference_update(slots)
 
     def write(self, slot: int, local: Tensor) -> None:
         """Copy this rank's slice of a gradient into its range."""

@@ -118,9 +118,12 @@ class Gradients:
         if self.ddp_owns_gradients():
             return
         parameter = self.parameters[slot]
-        if self.aside or isinstance(parameter.grad, ShardTensor):
-            self.hooks.call_at_end()
         grad = parameter.grad
+        if grad is None and not self.aside and not self.unsynced:
+            return  # as after every zero_grad()
+        if self.aside or isinstance(grad, ShardTensor):
+            self.hooks.call_at_end()
+            grad = parameter.grad
         if isinstance(grad, ShardTensor):
             self.aside[slot] = grad
             self.taken_out.add(slot)
@@ -227,7 +230,8 @@ class Gradients:
         assert grad is not None
         parameter.grad = None
         self.unsynced.pop(slot, None)
-        grad = grad.detach()
+        if grad.requires_grad:
+            grad = grad.detach()
         first = slot not in backward.arrived
         held = backward.late if slot in backward.launched else backward.arrived
         if slot in held:
@@ -251,6 +255,9 @@ class Gradients:
         backward = self.backward
         assert backward is not None
         slots = self.layout.slots_of_bucket[bucket]
+        if self.shards.is_free(bucket) and not self.aside:  # as after every zero_grad()
+            self.shards.about_to_fill(slots)
+            backward.carries.update(dict.fromkeys(slots, False))
         for slot in slots:
             if slot not in backward.carries:
                 backward.carries[slot] = self._prepare(slot, backward)
@@ -306,8 +313,8 @@ class Gradients:
             self._may_be_late = False
         for slot, is_used in enumerate(used):
             if is_used:
-                self.aside.pop(slot, None)
                 self.parameters[slot].grad = self.shards.handle(slot)
+                self.aside.pop(slot, None)
             elif backward.carries.get(slot) is False:
                 self.shards.is_zero(slot)  # the sum of no gradient
         self._renew_flags(backward)

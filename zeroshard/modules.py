@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.compiler import is_dynamo_compiling
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import ConfigError
@@ -65,9 +66,9 @@ class _Before(OwnHook):
         super().__init__(hooks.may_copy, unit)
         self.hooks = hooks
 
-    @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.hooks.before(self.unit, module, args, kwargs)
+        before = _before_in_eager if is_dynamo_compiling() else ModuleHooks.before
+        before(self.hooks, self.unit, module, args, kwargs)
 
 
 class _After(OwnHook):
@@ -75,9 +76,9 @@ class _After(OwnHook):
         super().__init__(hooks.may_copy, unit)
         self.hooks = hooks
 
-    @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.hooks.after(self.unit, module, output)
+        after = _after_in_eager if is_dynamo_compiling() else ModuleHooks.after
+        after(self.hooks, self.unit, module, output)
 
 
 class ModuleHooks:
@@ -98,7 +99,7 @@ class ModuleHooks:
         self.raise_event, self.may_copy = raise_event, may_copy
         self.is_parameter = is_parameter
         self.handles: list[Any] = []
-        self.after_ids: dict[nn.Module, int] = {}  # of our hooks after forward
+        self.ends: dict[nn.Module, Any] = {}  # our hooks after forward
         self.lookups: set[int] = set()  # units whose backward needs none of their parameters
         self.walk = BackwardWalk(raise_event)
         self._inside: dict[int, Use] = {}  # by unit: forwards that have begun and not ended
@@ -107,20 +108,31 @@ class ModuleHooks:
         self._outermost: nn.Module | None = None
         self._clock = 0
 
-    def attach(self, module: nn.Module, unit: int) -> None:
-        """Watch one module of a unit."""
-        before, after = _Before(self, unit), _After(self, unit)
-        last = module.register_forward_hook(after, always_call=True)
-        self.after_ids[module] = last.id
-        first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        self.handles += [first, last]
+    def attach(self, module: nn.Module, unit: int, *, is_boundary: bool) -> None:
+        """Watch one module of a unit.
+
+        Args:
+            module: the unit's module, or one inside that holds parameters.
+            unit: its index.
+            is_boundary: whether it is the unit's module. The others are mostly called inside of it,
+                where there is nothing to do at their end: they get that hook when they need it.
+        """
+        before = _Before(self, unit)
+        handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        self.handles.append(handle)
+        if is_boundary:
+            self._watch_end(module, unit)
+
+    def _watch_end(self, module: nn.Module, unit: int) -> None:
+        after = _After(self, unit)
+        self.ends[module] = module.register_forward_hook(after, always_call=True)
 
     def detach(self) -> None:
         """Remove every hook."""
-        for handle in self.handles:
+        for handle in (*self.handles, *self.ends.values()):
             handle.remove()
         self.handles.clear()
-        self.after_ids.clear()
+        self.ends.clear()
         self.forget()
 
     def forget(self) -> None:
@@ -143,7 +155,9 @@ class ModuleHooks:
         """A module is about to run."""
         if unit in self._inside and self._inside[unit].module is not module:
             return
-        _run_last(module, self.after_ids.get(module))
+        if module not in self.ends:
+            self._watch_end(module, unit)
+        _run_last(module, self.ends[module].id)
         task = torch._C._current_graph_task_id()
         if task != NO_BACKWARD and unit in self.walk.inside:
             return  # a recomputation of what backward is inside of
@@ -225,10 +239,15 @@ class ModuleHooks:
                 tensor.grad_fn.register_prehook(partial(self.walk.leave, unit, use))
 
 
-def _run_last(module: nn.Module, hook: int | None) -> None:
+# Disabling costs a call of 10 us, so only where something is being compiled.
+_before_in_eager = _disable_dynamo(ModuleHooks.before)
+_after_in_eager = _disable_dynamo(ModuleHooks.after)
+
+
+def _run_last(module: nn.Module, hook: int) -> None:
     """See to it that our hook runs behind the user's, for whom the parameters are still whole."""
     hooks = module._forward_hooks
-    if hook is not None and hook in hooks and next(reversed(hooks)) != hook:
+    if hook in hooks and next(reversed(hooks)) != hook:
         hooks[hook] = hooks.pop(hook)
 
 

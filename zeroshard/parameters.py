@@ -254,7 +254,7 @@ class Parameters:
         if arena.device.type != "cpu":
             arena.placeholders.fill_(torch.nan)
             return
-        if bool(arena.placeholders.isnan().all()):
+        if arena.shows_placeholders():
             return
         written = (~arena.placeholders.isnan()).tolist()
         arena.placeholders.fill_(torch.nan)

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,44 @@ class Reduction:
     borrowed: list[Tensor]
     out: Tensor
     scratch: Tensor | None  # the sum, where it is added to an earlier gradient
+
+
+class Piece(NamedTuple):
+    """A slot's part of a segment: elements [start, start + numel) of the slot."""
+
+    view: int  # which one of the segment's `sizes`
+    slot: int
+    start: int
+    numel: int
+
+
+class Packing(NamedTuple):
+    """How a segment is put together from gradients and padding."""
+
+    segment: Segment
+    sizes: list[int]
+    pieces: list[Piece]
+    padding: list[int]  # which of `sizes`
+
+
+def _plan_packing(layout: Layout, bucket: int, segment: Segment) -> Packing:
+    packing = Packing(segment, [], [], [])
+
+    def pad(numel: int) -> None:
+        if numel:
+            packing.padding.append(len(packing.sizes))
+            packing.sizes.append(numel)
+
+    filled = segment.start
+    for slot in segment.slots:
+        start, stop = layout.part(bucket, slot)
+        pad(start - filled)
+        first = layout.buckets[bucket].offset + start - layout.slots[slot].offset
+        packing.pieces.append(Piece(len(packing.sizes), slot, first, stop - start))
+        packing.sizes.append(stop - start)
+        filled = stop
+    pad(segment.stop - filled)
+    return packing
 
 
 class Reducer:
@@ -52,8 +91,13 @@ class Reducer:
         device = arenas[0].device if arenas else torch.device("cpu")
         self.flags = torch.zeros(len(layout.buckets), dtype=torch.float32, device=device)
         self.inv_scale = torch.full((1,), self.scale, dtype=torch.float32, device=device)
-        self.segments = [
-            layout.segments(bucket.index, self.transport.direct_numel) for bucket in layout.buckets
+        direct_numel = self.transport.direct_numel
+        self.packings = [
+            [
+                _plan_packing(layout, bucket.index, segment)
+                for segment in layout.segments(bucket.index, direct_numel)
+            ]
+            for bucket in layout.buckets
         ]
 
     def launch(
@@ -72,8 +116,8 @@ class Reducer:
         wire, sum_dtype = self.wires[plan.arena]
         borrowed: list[Tensor] = []
         parts = [
-            Part(segment.start, self._pack(segment, bucket, wire, gradients, borrowed))
-            for segment in self.segments[bucket]
+            Part(packing.segment.start, self._pack(packing, wire, gradients, borrowed))
+            for packing in self.packings[bucket]
         ]
         out = self.shards.of_bucket(bucket)
         flag = self.flags[bucket : bucket + 1]
@@ -119,40 +163,44 @@ class Reducer:
 
     def _pack(
         self,
-        segment: Segment,
-        bucket: int,
+        packing: Packing,
         wire: torch.dtype,
         gradients: Mapping[int, Tensor],
         borrowed: list[Tensor],
     ) -> Tensor:
-        """The segment's gradients as one flat tensor: the gradient itself, or a packed copy."""
+        """A segment's gradients as one flat tensor: the gradient itself, or a packed copy."""
+        segment = packing.segment
         if segment.direct:
-            piece = self._piece(segment.slots[0], bucket, gradients)
+            piece = self._piece(packing.pieces[0], gradients)
             if piece is not None and piece.dtype == wire:
                 return piece
         packed = self.pool.borrow(segment.numel, wire, self.flags.device)
         borrowed.append(packed)
-        filled = 0
-        for slot in segment.slots:
-            start, stop = (edge - segment.start for edge in self.layout.part(bucket, slot))
-            piece = self._piece(slot, bucket, gradients)
-            packed[filled:start].zero_()  # padding
+        views = packed.split_with_sizes(packing.sizes)
+        filled: list[Tensor] = []
+        pieces: list[Tensor] = []
+        for place in packing.pieces:
+            piece = self._piece(place, gradients)
             if piece is None:
-                packed[start:stop].zero_()
+                views[place.view].zero_()
             else:
-                packed[start:stop].copy_(piece)
-            filled = stop
-        packed[filled:].zero_()
+                filled.append(views[place.view])
+                pieces.append(piece)
+        if filled:
+            torch._foreach_copy_(filled, pieces)
+        for padding in packing.padding:
+            views[padding].zero_()
         return packed
 
-    def _piece(self, slot: int, bucket: int, gradients: Mapping[int, Tensor]) -> Tensor | None:
-        """The slot's gradient in storage order, as far as it lies in the bucket."""
-        grad = gradients.get(slot)
+    def _piece(self, place: Piece, gradients: Mapping[int, Tensor]) -> Tensor | None:
+        """A slot's gradient in storage order, as far as it lies in the bucket."""
+        grad = gradients.get(place.slot)
         if grad is None:
             return None
-        start, stop = self.layout.part(bucket, slot)
-        first = self.layout.buckets[bucket].offset + start - self.layout.slots[slot].offset
-        return self.shards.slices[slot].flatten(grad)[first : first + stop - start]
+        flat = self.shards.slices[place.slot].flatten(grad)
+        return (
+            flat if flat.numel() == place.numel else flat[place.start : place.start + place.numel]
+        )
 
 
 def _scale_and_check(flag: Tensor, scale: Tensor, piece: Tensor) -> None:

@@ -125,12 +125,12 @@ class ShardedModel:
         self.state.attach_root(self.plan.modules[ROOT])
         self.hooks.lookups = {index[name] for name in self.plan.lookups}
         for name, module in self.plan.modules.items():
-            self.hooks.attach(module, index[name])
+            self.hooks.attach(module, index[name], is_boundary=True)
         for module, name in self.plan.owners:
             if any(self._is_sharded(parameter) for parameter in module._parameters.values()):
                 self.state.attach(module, index[name])
                 if module is not self.plan.modules[name]:
-                    self.hooks.attach(module, index[name])
+                    self.hooks.attach(module, index[name], is_boundary=False)
         self.is_complete = True
         self.sharding.reshard_all()
 

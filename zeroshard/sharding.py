@@ -13,6 +13,7 @@ from .errors import ConfigError
 from .layout import Bucket
 from .parameters import Parameters, Place
 from .storage import Arena
+from .tracing import traced
 from .transport import Op, Pending, Transport
 from .units import ROOT
 
@@ -212,7 +213,7 @@ class Sharding:
         """Make a unit whole, and wait until it is."""
         if unit.is_whole:
             return
-        with torch.profiler.record_function("zeroshard::unshard"):
+        with traced("zeroshard::unshard"):
             self._launch(unit)
             self._drain(unit)
             for arena, _ in unit.arenas:
@@ -242,7 +243,7 @@ class Sharding:
         if unit.pins or not unit.places:
             return
         self._drain(unit)
-        if unit.is_whole:
+        if unit.is_whole and unit.is_shown:
             self.parameters.settle(unit.places)
         if unit.is_allocated:
             self._free(unit)

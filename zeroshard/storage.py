@@ -48,12 +48,18 @@ class Arena:
         # One NaN for each slot, which its parameter shows while there is no memory.
         self.placeholders = self.allocate(len(plan.slots) if sharded else 0, plan.dtype)
         self.placeholders.fill_(torch.nan)
+        bits = torch.int32 if self.placeholders.itemsize == 4 else torch.int16
+        self._nan = self.placeholders.clone().view(bits)
         self.is_whole = True
         self.is_reached = sharded is False  # by the backward under way, through its unit's outputs
         self.gradients: Tensor | None = None
         self.generation = 0  # how often the gradient shard was allocated
         self.fields: tuple[Field, ...] = ()
         self.state: dict[str, Tensor] = {}
+
+    def shows_placeholders(self) -> bool:
+        """Whether nobody wrote to the placeholders."""
+        return self._nan.equal(self.placeholders.view(self._nan.dtype))
 
     def allocate(self, numel: int, dtype: str) -> Tensor:
         """A flat tensor of zeros on the arena's device."""
