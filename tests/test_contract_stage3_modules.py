@@ -11,6 +11,7 @@ import functools
 import re
 import traceback
 import types
+import warnings
 
 import pytest
 import torch
@@ -1273,6 +1274,26 @@ def test_autocast_trains_bitwise_as_under_stage_1():
         trainer.backward(loss)
 
     check(Stack, play)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_of_fp32_weights_is_warned_of_once(dtype):
+    def body(rank, world_size):
+        model = Stack().to(dtype)
+        zeroshard.AdamW(model, stage=3)
+        x = inputs(rank, 0).to(dtype)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                model(x)  # saves nothing
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    model(x).float().sum().backward()
+        said = [str(w.message) for w in caught if "autocast" in str(w.message)]
+        assert len(said) == (1 if dtype == torch.float32 else 0)
+        assert all("Precision(param_dtype=torch.bfloat16)" in text for text in said)
+
+    run(body)
 
 
 class Tied(nn.Module):

@@ -201,6 +201,7 @@ class Engine:
             ACTIONS[action](self, index)
 
     def _at_module(self, event: Event, unit: int) -> None:
+        self.sharded.look_at_autocast()
         if event is Event.PRE_BACKWARD:
             self.gradients.come_to_unit(again=self.modules.walk.was_done(unit))
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # the dearer one

@@ -3,8 +3,10 @@
 Below stage 3 there are no units, and every arena stays whole.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from .config import Options
@@ -47,6 +49,7 @@ class ShardedModel:
         self.shards = shards
         self.plan: UnitPlan | None = None
         self.is_complete = False
+        self._kinds_of_fp32: set[str] = set()  # of devices; until it was said what autocast does
         self.sharding = Sharding(parameters, transport)
         self.hooks = ModuleHooks(raise_event, self.sharding.is_pinned, self.sharding.is_part)
         self.state = ModuleState(
@@ -64,6 +67,18 @@ class ShardedModel:
         """Find the units, before any parameter is attached."""
         self.plan = plan_units(model, self.options.units)
         self.sharding.add_units(self.plan.modules, self.plan.lookups)
+
+    def look_at_autocast(self) -> None:
+        """Warn, once, where autocast undoes what freeing the parameters saves."""
+        kinds = self._kinds_of_fp32
+        if kinds and torch.is_grad_enabled() and any(map(torch.is_autocast_enabled, kinds)):
+            self._kinds_of_fp32 = set()
+            warnings.warn(
+                "autocast saves a whole 16-bit copy of every fp32 weight for backward, so the "
+                "parameters of all units are held at once, though stage 3 frees them: train 16-bit "
+                "parameters instead, precision=zeroshard.Precision(param_dtype=torch.bfloat16)",
+                stacklevel=2,
+            )
 
     @property
     def unit_modules(self) -> Collection[nn.Module]:
@@ -132,6 +147,8 @@ class ShardedModel:
                 if module is not self.plan.modules[name]:
                     self.hooks.attach(module, index[name], is_boundary=False)
         self.is_complete = True
+        arenas = [arena for unit in self.sharding.units for arena, _ in unit.arenas]
+        self._kinds_of_fp32 = {a.device.type for a in arenas if a.plan.dtype == "float32"}
         self.sharding.reshard_all()
 
     def detach(self) -> None:
