@@ -47,6 +47,9 @@ class Tokenizer:
     def decode(self, tokens: Tensor) -> str:
         return self._tokenizer.decode(tokens.tolist())
 
+    def save(self, folder: Path) -> None:
+        self._tokenizer.save_pretrained(folder)
+
 
 def load_model(source: Path, dtype: torch.dtype) -> nn.Module:
     with one_voice():

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .layout import Layout
+from .layout import Layout, ParamSpec
 from .storage import on_device
 from .transport import Op, Transport
 
-__all__ = ["Backward"]
+__all__ = ["Backward", "unreached"]
 
 
 class Backward:
@@ -56,3 +56,13 @@ class Backward:
         said = on_device(list(order), torch.int64, device)
         transport.broadcast(said, op=Op("launch order", round=self.round)).wait()
         return [int(bucket) for bucket in said.tolist()]
+
+
+def unreached(spec: ParamSpec) -> str:
+    """What to say of a gradient that came past the outputs of its unit."""
+    return (
+        f"backward reached {spec.name!r} without coming through an output of its unit "
+        f"{spec.unit or '(root)'!r}, so that its parameters were not gathered and the gradients "
+        "are wrong. Return tensors in tuples, lists, dicts or dataclasses, and compute with a "
+        "module's parameters in its own forward only"
+    )

@@ -42,11 +42,12 @@ class EMA:
             raise ConfigError(
                 f"EMA averages the shards of a zeroshard.AdamW, got {type(optimizer).__name__}"
             )
-        if not 0 <= decay < 1:
+        if not isinstance(decay, (int, float)) or not 0 <= decay < 1:
             raise ConfigError(f"decay must be in [0, 1), got {decay!r}")
         self.optimizer, self.decay = optimizer, decay
         self.num_updates = 0
         self._averages: list[Tensor] = []  # by arena, [shard_numel] fp32
+        self.engine.parameters.check_values(self.engine.slot_of)
         self._follow()
         self._hook = optimizer.register_step_post_hook(lambda *_: self.update())
 
@@ -58,6 +59,7 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """Move the averages towards the weights; the optimizer's `step` calls this."""
+        self.engine.check_can_step("EMA.update")
         self._follow()
         for average, weight in self._pairs():
             average.lerp_(weight, 1 - self.decay)
@@ -71,7 +73,8 @@ class EMA:
     def _follow(self) -> None:
         """Start averages for arenas that are new: all of them, or those of unfrozen parameters."""
         engine = self.engine
-        engine.masters.look_at_writes()
+        if not engine.cannot_step:  # as when the parameters are the averages
+            engine.masters.look_at_writes()
         known = len(self._averages)
         for arena in engine.arenas[known:]:
             self._averages.append(arena.allocate(arena.shard_numel, "float32"))
@@ -107,8 +110,8 @@ class EMA:
         engine = self.engine
         engine.sharding.check_unpinned("EMA.swap")
         engine.check_can_step("EMA.swap")
+        self._follow()
         with torch.no_grad():
-            engine.masters.look_at_writes()
             kept = self._exchange(None)
         engine.cannot_step = "the parameters are averages, inside of EMA.swap()"
         try:
@@ -146,6 +149,7 @@ class EMA:
 
     def state_dict(self) -> dict[str, Any]:
         """The averages by parameter name, as slices; never communicates."""
+        self._follow()
         engine = self.engine
         average: dict[str, Tensor] = {}
         for slot in engine.layout.slots:
@@ -163,6 +167,7 @@ class EMA:
         Raises:
             ConfigError: names, shapes or slices that do not fit; nothing has changed then.
         """
+        self._follow()
         engine, saved = self.engine, state_dict["average"]
         slots = {slot.spec.name: slot.index for slot in engine.layout.slots}
         if slots.keys() != saved.keys():

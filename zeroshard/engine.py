@@ -21,6 +21,7 @@ from .gradients import Gradients
 from .kernel_update import SlotScalars, first_blocks
 from .layout import Layout, plan_layout
 from .masters import Masters
+from .param_groups import not_trained_yet
 from .parameters import Parameters
 from .schedule import Action, Event, compile_schedule
 from .sharded_model import ShardedModel
@@ -94,6 +95,7 @@ class Engine:
             launches_by_unit=self.schedule.launches_by_unit,
         )
         self.param_groups: Sequence[dict[str, Any]] = ()
+        self.model: Callable[[], nn.Module | None] = lambda: None  # where it is known, for names
         self.on_added: Callable[[Sequence[nn.Parameter]], None] = _nothing
         self.on_close: Callable[[Engine], None] = _nothing
         self.step_count = 0
@@ -174,12 +176,7 @@ class Engine:
 
     def adopt_unfrozen(self) -> None:
         """Take over parameters of our groups that were frozen until now."""
-        unfrozen = [
-            (f"param_groups[{number}].params[{index}]", parameter)
-            for number, group in enumerate(self.param_groups)
-            for index, parameter in enumerate(group["params"])
-            if parameter.requires_grad and parameter not in self.slot_of
-        ]
+        unfrozen = not_trained_yet(self.param_groups, self.slot_of, self.model())
         if not unfrozen:
             return
         first = len(self.slot_of)

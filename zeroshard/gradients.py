@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .autograd_hooks import AutogradHooks
-from .backward import Backward
+from .backward import Backward, unreached
 from .errors import GradientError
 from .gradient_shards import GradientShards
-from .layout import Layout, ParamSpec, plan_layout
+from .layout import Layout, plan_layout
 from .reduction import Reducer
 from .shard_tensor import ShardTensor
 from .storage import Arena, BufferPool, on_device
@@ -156,7 +156,7 @@ class Gradients:
         backward = self.backward or self._begin(self._task)
         arena = self.shards.arena_of(slot)
         if not (arena.is_whole or arena.is_reached):
-            raise GradientError(_unreached(self.layout.slots[slot].spec))
+            raise GradientError(unreached(self.layout.slots[slot].spec))
         self._take(slot, backward)
         if self.launches_by_unit:
             return
@@ -441,15 +441,6 @@ class Gradients:
             yield
         finally:
             self.synchronise = before
-
-
-def _unreached(spec: ParamSpec) -> str:
-    return (
-        f"backward reached {spec.name!r} without coming through an output of its unit "
-        f"{spec.unit or '(root)'!r}, so that its parameters were not gathered and the gradients "
-        "are wrong. Return tensors in tuples, lists, dicts or dataclasses, and compute with a "
-        "module's parameters in its own forward only"
-    )
 
 
 _SENT = torch.empty(0)

@@ -1,6 +1,7 @@
 """The facade: `zeroshard.AdamW`, a `torch.optim.Optimizer` in every respect. No mechanism."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -21,6 +22,7 @@ from .param_groups import (
     describe_others,
     frozen_parameters,
     in_forward_order,
+    not_trained_yet,
     other_tensors,
 )
 from .state import check_groups, consolidate, load_slot, slices_of, state_of
@@ -163,6 +165,8 @@ class AdamW(torch.optim.Optimizer):
         transport = connect(mesh, device)
         engine = Engine(options, transport)
         engine.param_groups = self.param_groups
+        if model is not None:
+            engine.model = weakref.ref(model)
         engine.on_added = self._show_state
         engine.on_close = self._engine_closed
         description = {**options.describe(), **describe_groups(self.param_groups)}
@@ -250,13 +254,9 @@ class AdamW(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             check_group(group)
-            number = len(self.param_groups) - 1
-            named = [
-                (f"param_groups[{number}].params[{index}]", parameter)
-                for index, parameter in enumerate(group["params"])
-                if parameter.requires_grad
-            ]
-            self.engine.add(named, describe_groups(self.param_groups))
+            engine = self.engine
+            named = not_trained_yet(self.param_groups, engine.slot_of, engine.model())
+            engine.add(named, describe_groups(self.param_groups))
         except Exception:
             self.param_groups.pop()
             raise

@@ -62,6 +62,23 @@ def in_forward_order(
     return [(name, p) for p, name in {**ordered, **named, **ordered}.items() if p.requires_grad]
 
 
+def not_trained_yet(
+    groups: Sequence[dict[str, Any]],
+    known: Collection[nn.Parameter],
+    model: nn.Module | None,
+) -> list[tuple[str, nn.Parameter]]:
+    """Trainable parameters of groups that are not in `known`, with names; in the groups' order."""
+    found = {
+        parameter: f"param_groups[{number}].params[{index}]"
+        for number, group in enumerate(groups)
+        for index, parameter in enumerate(group["params"])
+        if parameter.requires_grad and parameter not in known
+    }
+    if found and model is not None:
+        found.update({p: name for name, p in model.named_parameters() if p in found})
+    return [(name, parameter) for parameter, name in found.items()]
+
+
 def other_tensors(parameters: Sequence[nn.Parameter], model: nn.Module | None) -> list[Tensor]:
     """What the optimizer does not train: frozen parameters, and the rest of the module."""
     others: list[Tensor] = [p for p in parameters if not p.requires_grad]

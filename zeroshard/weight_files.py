@@ -66,8 +66,12 @@ class WeightFiles:
             raise
 
     def _open(self, file: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError as error:
+            raise ConfigError(
+                "reading weights needs safetensors: pip install safetensors"
+            ) from error
         try:
             opened = self._stack.enter_context(safe_open(str(file), framework="pt"))
             for name in opened.keys():  # noqa: SIM118 - not a mapping
