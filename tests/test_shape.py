@@ -27,7 +27,7 @@ LAYERS = [
     ["state", "accounts"],
     ["optimizer"],
     ["weight_files", "adapters", "agreement"],
-    ["gather"],
+    ["gather", "hub_names"],
     ["initialise"],
     ["weights", "export", "ema"],
     ["__init__"],

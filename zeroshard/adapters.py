@@ -21,9 +21,10 @@ __all__ = [
     "plain_name",
     "reset_adapters",
     "tuned_layers",
+    "tuned_weight",
 ]
 
-_COPIES = re.compile(r"\.modules_to_save\.[^.]+\.")
+_COPIES = re.compile(r"\.((base_layer|original_module|modules_to_save\.[^.]+)\.)+")
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -85,30 +86,46 @@ def plain_name(name: str) -> str:
     A copy that PEFT trains instead of the original (`modules_to_save`) has the original's name.
     """
     name = name.removeprefix("base_model.model.")
-    name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
     return _COPIES.sub(".", name)
 
 
-def merged_weight(layer: Any) -> Tensor:
-    """A tuned layer's weight with the active adapters' part added; all of them must be whole.
+def tuned_weight(layer: Any) -> nn.Parameter:
+    """The plain model's weight that a tuned layer adds to.
 
     Raises:
-        ConfigError: adapters of a kind whose part is not simply added.
+        ConfigError: an active adapter of a kind whose part is not simply added to one weight.
     """
-    weight: Tensor = layer.base_layer.weight
-    active = [name for name in layer.active_adapters if name not in layer.merged_adapters]
-    special = [
-        name
-        for name in active
-        if name in getattr(layer, "lora_variant", ()) or getattr(layer, "lora_bias", {}).get(name)
-    ]
-    if special or not hasattr(layer, "get_delta_weight"):
-        raise ConfigError(
-            f"{type(layer).__name__} has adapters that cannot be merged on the fly (plain LoRA "
-            "can): merge them with PEFT inside of zeroshard.gather(model, writeback=True)"
+    inner = layer.base_layer
+    while hasattr(inner, "base_layer"):  # several parameters of one module, as of experts
+        inner = inner.base_layer
+    weight = getattr(inner, getattr(layer, "parameter_name", "weight"), None)
+    for name in _active(layer):
+        is_plain = (
+            name in _adapter_names(layer)
+            and hasattr(layer, "get_delta_weight")
+            and name not in getattr(layer, "lora_variant", ())
+            and not getattr(layer, "lora_bias", {}).get(name)
         )
+        if not is_plain or not isinstance(weight, nn.Parameter):
+            raise ConfigError(
+                f"adapter {name!r} of {type(layer).__module__}.{type(layer).__name__} cannot be "
+                "merged on the fly (plain LoRA can): merge it with PEFT inside of "
+                "zeroshard.gather(model, writeback=True)"
+            )
+    return weight if isinstance(weight, nn.Parameter) else next(inner.parameters())
+
+
+def _active(layer: Any) -> list[str]:
+    """The adapters of a layer that have a part in what it computes, beside its weight."""
+    if getattr(layer, "disable_adapters", False):
+        return []
+    has = {name for part in layer.adapter_layer_names for name in getattr(layer, part, ())}
+    return [name for name in layer.active_adapters if name in has - set(layer.merged_adapters)]
+
+
+def merged_weight(layer: Any, weight: Tensor) -> Tensor:
+    """A tuned layer's whole weight with the active adapters' part added, as PEFT's `merge` does."""
     with torch.no_grad():
-        for name in active:
-            if name in _adapter_names(layer):
-                weight = (weight + layer.get_delta_weight(name)).to(weight.dtype)
+        for name in _active(layer):
+            weight = (weight + layer.get_delta_weight(name)).to(weight.dtype)
     return weight

@@ -55,11 +55,11 @@ def export_weights(
     """
     model = unwrap(model)
     transport = engines_for(model)[0].transport
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     unfinished = path.with_name(f".{path.name}.partial")
     with in_agreement(transport, "export_weights"):
         check_values(model)
-        _check_free(path, overwrite)
+        _check_arguments(path, dtype, max_file_nbytes, overwrite)
         folders = _adapter_folders(model) if is_adapted(model) else [_model_folder(model, dtype)]
         writers = [_Writer(unfinished / f.name, f, model, max_file_nbytes) for f in folders]
         if transport.is_first:
@@ -195,7 +195,11 @@ class _Writer:
         self.folder.write_config(self.path)
 
 
-def _check_free(path: Path, overwrite: bool) -> None:
+def _check_arguments(path: Path, dtype: Any, max_file_nbytes: Any, overwrite: bool) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    if not isinstance(max_file_nbytes, int) or max_file_nbytes <= 0:
+        raise ConfigError(f"max_file_nbytes must be a number of bytes, got {max_file_nbytes!r}")
     if path.exists() and not overwrite and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError(f"{path} exists and is not empty: pass overwrite=True, or another path")
 
@@ -261,6 +265,12 @@ def _adapter_folders(model: Any) -> list[_Folder]:
     folders = []
     for adapter, config in model.peft_config.items():
         saved = get_peft_model_state_dict(model, state_dict=stand_ins, adapter_name=adapter)
+        if not all(name_of.get(id(tensor)) in parameters for tensor in saved.values()):
+            raise ConfigError(
+                f"adapter {adapter!r} is of a kind ({config.peft_type}) whose file is not made of "
+                "parameters alone: save it inside of zeroshard.gather(model), on one rank, with "
+                "model.save_pretrained(path)"
+            )
         folders.append(
             _Folder(
                 name="" if adapter == "default" else adapter,

@@ -2,11 +2,19 @@
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .adapters import adapter_parameters, idle_copies, merged_weight, plain_name, tuned_layers
+from .adapters import (
+    adapter_parameters,
+    idle_copies,
+    merged_weight,
+    plain_name,
+    tuned_layers,
+    tuned_weight,
+)
 from .engine import Engine, engines_of, newest_engine
 from .errors import ConfigError
 from .transport import Op
@@ -110,7 +118,10 @@ def full_parameters(
     model = unwrap(model)
     check_values(model)
     if merge_adapters:
-        return _merged(model)
+        layers: dict[nn.Parameter, list[Any]] = {}
+        for layer in tuned_layers(model):
+            layers.setdefault(tuned_weight(layer), []).append(layer)
+        return _merged(model, layers)
     return ((name, p.clone()) for name, p in stream(model, set(model.parameters())))
 
 
@@ -146,17 +157,20 @@ def by_unit(
     return (group for group in groups if group)
 
 
-def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    layers = {layer.base_layer.weight: layer for layer in tuned_layers(model)}
+def _merged(
+    model: nn.Module, layers: dict[nn.Parameter, list[Any]]
+) -> Iterator[tuple[str, Tensor]]:
     others = adapter_parameters(model) | idle_copies(model)
     for named in by_unit(model, set(model.parameters()) - others):
         parameters = [parameter for _, parameter in named]
-        parts = {p for q in parameters if q in layers for p in layers[q].parameters()}
+        tuned = [layer for p in parameters for layer in layers.get(p, ())]
+        parts = {part for layer in tuned for part in layer.parameters()}
         with gathered([*parameters, *parts]):
             for name, parameter in named:
-                layer = layers.get(parameter)
-                whole = parameter.detach() if layer is None else merged_weight(layer)
-                yield plain_name(name), whole.clone()
+                whole = parameter.detach().clone()
+                for layer in layers.get(parameter, ()):
+                    whole = merged_weight(layer, whole)
+                yield plain_name(name), whole
 
 
 def gather_whole_arenas(engine: Engine, what: str) -> None:

@@ -5,7 +5,6 @@ have it, else their own `reset_parameters`.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import is_tuned, reset_adapters
+from .agreement import in_agreement
 from .engine import Engine
 from .errors import ConfigError
 from .gather import engines_for, gathered
+from .meta import is_untouched, untouched_value
 from .sharding import Unit
 from .transport import Op, Transport
 from .wrappers import unwrap
@@ -75,7 +76,11 @@ def init_weights(model: nn.Module) -> None:
     empty = {
         p for p in model.parameters() if any(p in e.parameters.without_values for e in engines)
     }
-    with _same_random_numbers(engines[0].transport, engines[0].device):
+    transport = engines[0].transport
+    with (
+        in_agreement(transport, "init_weights"),
+        _same_random_numbers(transport, engines[0].device),
+    ):
         _initialise(model, engines, empty)
     left = [name for name, parameter in model.named_parameters() if parameter in empty]
     if left:
@@ -127,7 +132,10 @@ def _initialise(model: nn.Module, engines: list[Engine], empty: set[nn.Parameter
                 holders.setdefault(parameter, module)
     boundaries = {module for engine in engines for module in engine.sharded.unit_modules}
     buffers = _MetaBuffers(engines[0].device)
-    with ExitStack() as stack:
+    with ExitStack() as whole, ExitStack() as stack:
+        for engine in engines:  # a parametrized weight is computed by calling modules
+            engine.parameters.checks_values = False
+            whole.callback(setattr, engine.parameters, "checks_values", True)
         shown: set[Unit] = set()
         for module, call in calls:
             inside = list(_inside(module, boundaries))
@@ -143,7 +151,7 @@ def _initialise(model: nn.Module, engines: list[Engine], empty: set[nn.Parameter
             with _kept_buffers(inside, buffers):
                 to_fill = {p for p in parameters if holders.get(p) in inside}
                 _fill(call, to_fill, parameters - to_fill, engines)
-                empty.difference_update(p for p in to_fill if not _is_untouched(p))
+                empty.difference_update(p for p in to_fill if not is_untouched(p))
     buffers.check(model)
 
 
@@ -161,7 +169,7 @@ def _fill(
     call()
     for parameter, values in kept.items():
         parameter.data.copy_(values)
-    filled = [p for p in to_fill if not _is_untouched(p)]
+    filled = [p for p in to_fill if not is_untouched(p)]
     torch.autograd.graph.increment_version(filled)  # also where the call wrote to `.data`
     for engine in engines:
         engine.parameters.mark_unchanged(kept)
@@ -241,7 +249,7 @@ class _MetaBuffers:
         ]
         for buffer in found:
             tensor = torch.empty_like(buffer.tensor, device=self.device)
-            tensor.fill_(_untouched_value(tensor.dtype))
+            tensor.fill_(untouched_value(tensor.dtype))
             module._buffers[buffer.attribute] = tensor
             self.shown[buffer] = (tensor, tensor._version)
         return bool(found)
@@ -251,7 +259,7 @@ class _MetaBuffers:
         left = [
             buffer
             for buffer, (tensor, version) in self.shown.items()
-            if buffer.tensor is tensor and tensor._version == version and _is_untouched(tensor)
+            if buffer.tensor is tensor and tensor._version == version and is_untouched(tensor)
         ]
         names = {
             Buffer(m, n): f"{p}.{n}".lstrip(".")
@@ -268,17 +276,3 @@ class _MetaBuffers:
                 "which are on the meta device and in no file: assign them, or build the model so "
                 "that buffers are real (register them under `with torch.device('cpu'):`)"
             )
-
-
-def _untouched_value(dtype: torch.dtype) -> float:
-    """What fresh memory is filled with, to see whether anybody wrote to it."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return math.nan
-    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
-
-
-def _is_untouched(tensor: Tensor) -> bool:
-    value = _untouched_value(tensor.dtype)
-    return (
-        bool((tensor.isnan() if value != value else tensor == value).all()) and tensor.numel() > 0
-    )

@@ -1,5 +1,6 @@
 """Parameters that leave the meta device as the same objects. Knows no arena."""
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 
 from .errors import ConfigError
 
-__all__ = ["give_elements", "leave_meta", "return_to_meta"]
+__all__ = ["give_elements", "is_untouched", "leave_meta", "return_to_meta", "untouched_value"]
 
 
 def leave_meta(parameters: Iterable[Tensor], device: torch.device) -> list[nn.Parameter]:
@@ -46,11 +47,11 @@ def return_to_meta(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def give_elements(parameter: nn.Parameter) -> None:
-    """Memory of its own, full of NaN (zeros, where the dtype has none)."""
+    """Memory of its own, full of NaN (the least number, where the dtype has none)."""
     values = torch.empty_strided(
         parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device
     )
-    parameter.data = values.fill_(torch.nan if values.is_floating_point() else 0)
+    parameter.data = values.fill_(untouched_value(values.dtype))
 
 
 def _exchange(parameter: nn.Parameter, values: Tensor) -> None:
@@ -64,3 +65,18 @@ def _exchange(parameter: nn.Parameter, values: Tensor) -> None:
             "a parameter on the meta device cannot be given memory, since something refers to it "
             f"({error}): build the optimizer right after the model"
         ) from error
+
+
+def untouched_value(dtype: torch.dtype) -> float:
+    """What fresh memory is filled with, to see whether anybody wrote to it."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def is_untouched(tensor: Tensor) -> bool:
+    """Whether a tensor is still what fresh memory was filled with."""
+    value = untouched_value(tensor.dtype)
+    return (
+        bool((tensor.isnan() if value != value else tensor == value).all()) and tensor.numel() > 0
+    )

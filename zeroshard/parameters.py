@@ -5,14 +5,16 @@ Owns the re-pointing of `.data`; knows no gradients, no optimizer state, and not
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import ConfigError
 from .layout import Layout, ParamSpec, Slot
-from .meta import give_elements, leave_meta, return_to_meta
+from .meta import give_elements, is_untouched, leave_meta, return_to_meta
 from .shard_tensor import Slices
 from .storage import Arena, slot_view
 from .wrappers import Owners, owners_of
@@ -70,6 +72,9 @@ def check_trainable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
                 f"parameters {before!r} and {name!r} share memory without being one Parameter, and "
                 "would come apart: tie them by assigning the same Parameter object"
             )
+
+
+_abandoned: Any = WeakIdKeyDictionary()  # without values, of optimizers that were closed
 
 
 class Place:
@@ -156,11 +161,13 @@ class Parameters:
 
     Attributes:
         without_values: parameters that came from the meta device and were not written to since.
+        checks_values: whether to use one of those is an error; not so while they get their values.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.without_values: set[nn.Parameter] = set()
+        self.checks_values = True
         self.owners: Owners = {}
         self.places: dict[nn.Parameter, Place] = {}
         self._written: dict[nn.Parameter, None] = {}
@@ -182,6 +189,12 @@ class Parameters:
     def leave_meta(self, parameters: Iterable[Tensor], device: torch.device) -> None:
         """Move meta parameters to a device; they have no values yet."""
         self.without_values.update(leave_meta(parameters, device))
+
+    def inherit(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take over, from optimizers that were closed, which parameters have no values yet."""
+        for parameter in parameters:
+            if _abandoned.pop(parameter, False) and is_untouched(parameter.data):
+                self.without_values.add(parameter)
 
     def complete(self) -> None:
         """Give memory to those that came from the meta device and are in no arena."""
@@ -288,7 +301,7 @@ class Parameters:
 
     def check_values(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raise if one of `parameters`, which are about to be used, has no values yet."""
-        if not self.without_values:
+        if not self.without_values or not self.checks_values:
             return
         wanted = list(parameters)
         self.settle(self.places[p] for p in wanted if p in self.places)
@@ -308,7 +321,7 @@ class Parameters:
             if place is not None and not place.arena.is_whole:
                 continue
             values = parameter.data if place is None else place.view
-            if not (values.is_floating_point() and bool(values.isnan().all())):
+            if not is_untouched(values):
                 self._note(parameter)
 
     def _renew_placeholders(self, arena: Arena) -> None:
@@ -381,6 +394,8 @@ class Parameters:
         """Give whole parameters plain memory of their own again."""
         return_to_meta(self.without_values.difference(self.places))
         for parameter in list(parameters):
+            if parameter in self.without_values:
+                _abandoned[parameter] = True
             place = self.places.pop(parameter)
             self._written.pop(parameter, None)
             if parameter.data_ptr() == place.data_ptr:

@@ -113,6 +113,7 @@ class ShardedModel:
         """
         sharded = self.shards and plan.unit != KEPT_WHOLE
         arena = Arena(plan, self.transport.world_size, self.transport.rank, sharded=sharded)
+        self.parameters.inherit(by_slot[slot.index] for slot in plan.slots)
         without_values = self.parameters.without_values
         fill_arena(arena, fmt, by_slot, self.transport, self.options, without_values)
         places = self.parameters.attach(arena, layout, by_slot)

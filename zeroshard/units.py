@@ -41,7 +41,8 @@ def plan_units(model: nn.Module, choice: Sequence[type[nn.Module] | str] | None)
         choice: module classes, class names or names of modules. None: elements of every outermost
             ModuleList of two or more modules of one class (and modules that the model lists in
             `_no_split_modules`, as transformers' models do); the embeddings and the untied output
-            head outside of these, unless they are a tenth of the largest unit or less.
+            head (as many outputs as the longest of them has rows) outside of these, unless they are
+            a tenth of the largest unit or less.
 
     Raises:
         ConfigError: an entry of `choice` that names nothing.
@@ -119,7 +120,8 @@ def _discover(model: nn.Module) -> dict[str, nn.Module]:
         repeats = isinstance(module, nn.ModuleList) and _repeats(list(module.children()))
         for name, child in module.named_children():
             path = f"{prefix}{name}"
-            if repeats or type(child).__name__ in unsplit:
+            is_table = type(child) is nn.Embedding  # whose weight others may read
+            if (repeats and not is_table) or type(child).__name__ in unsplit:
                 found[path] = child
             else:
                 outside[path] = child
@@ -132,10 +134,12 @@ def _discover(model: nn.Module) -> dict[str, nn.Module]:
             if parameter is not None:
                 users[parameter] = users.get(parameter, 0) + 1
     # Not worth a gather of its own: a table of positions, say.
-    little = max((_numel(module) for module in found.values()), default=0) / 10
-    rows = {m.num_embeddings for m in outside.values() if isinstance(m, nn.Embedding)}
+    little = max((_numel(module) for module in found.values()), default=_numel(model)) / 10
+    rows = max(
+        (m.num_embeddings for m in outside.values() if isinstance(m, nn.Embedding)), default=0
+    )
     for path, module in outside.items():
-        if type(module) is nn.Linear and module.out_features not in rows:
+        if type(module) is nn.Linear and module.out_features != rows:
             continue
         if _is_own_table(module, users) and _numel(module) >= little:
             found[path] = module

@@ -13,12 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .adapters import adapter_parameters, plain_name, tuned_layers
+from .adapters import adapter_parameters, is_adapted, plain_name, tuned_layers
 from .agreement import in_agreement
 from .conversions import seed_master
 from .engine import Engine
 from .errors import ConfigError
 from .gather import engines_for, gather_whole_arenas
+from .hub_names import Source, forget_conversions, sources_of
 from .initialise import Buffer, fill_buffers, persistent_buffers
 from .meta import give_elements, leave_meta
 from .parameters import Place
@@ -78,8 +79,9 @@ def load_weights(
             engine.masters.look_at_writes()
             engine.sharding.reshard_all()
         with in_agreement(transport, "load_weights"):
-            for target, name in plan.sources.items():
-                _read_into(target, files, name, engines)
+            for target, source in plan.sources.items():
+                _read_into(target, source, engines)
+            forget_conversions()
     for engine in engines:
         gather_whole_arenas(engine, "loaded weights")
         engine.parameters.mark_loaded(plan.sources)
@@ -94,7 +96,7 @@ class _Plan:
     """Which tensor of the file goes where.
 
     Attributes:
-        sources: the model's parameters and buffers -> what they are called in the file.
+        sources: the model's parameters and buffers -> what they are read from.
         missing: names in the model of which the file has none.
         unexpected: names in the file that the model does not have.
         misshapen: shapes that differ, in words.
@@ -106,23 +108,22 @@ class _Plan:
     ) -> None:
         by_name, first_names = _targets(model)
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        self.sources: dict[Target, str] = {}
+        self.sources: dict[Target, Source] = {}
         self.doubled: list[str] = []
-        names_of: dict[str, str] = {}
+        came: dict[str, Source] = {}
         self.unexpected: list[str] = []
         self.misshapen: list[str] = []
-        for name, shape in files.shapes.items():
-            wanted = name if names is None else names(name)
-            if wanted is None:
-                continue
-            if names_of.setdefault(wanted, name) != name:
-                self.doubled.append(f"{wanted}, from {names_of[wanted]} and from {name}")
-            if wanted not in by_name and not any(re.search(p, wanted) for p in ignored):
-                self.unexpected.append(wanted)
-            for target in by_name.get(wanted, ()):
+        inner = model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]
+        for name, source in sources_of(files, inner, by_name.keys(), names):
+            if came.setdefault(name, source) is not source:
+                self.doubled.append(f"{name}, from {came[name].name} and from {source.name}")
+            if name not in by_name and not any(re.search(p, name) for p in ignored):
+                self.unexpected.append(name)
+            for target in by_name.get(name, ()):
                 # A tied parameter may be in the file under several names: the first one counts.
-                if self.sources.setdefault(target, name) == name and shape != shape_of(target):
-                    self.misshapen.append(f"{wanted} {shape}, in the model {shape_of(target)}")
+                is_first = self.sources.setdefault(target, source) is source
+                if is_first and source.shape not in (None, shape_of(target)):
+                    self.misshapen.append(f"{name} {source.shape}, in the model {shape_of(target)}")
         optional = adapter_parameters(model)
         self.missing = [
             name
@@ -170,37 +171,42 @@ def shape_of(target: Target) -> tuple[int, ...]:
     return tuple(target.tensor.shape if isinstance(target, Buffer) else target.shape)
 
 
-def _read_into(target: Target, files: WeightFiles, name: str, engines: Sequence[Engine]) -> None:
+def _read_into(target: Target, source: Source, engines: Sequence[Engine]) -> None:
     """Read what this rank keeps of one tensor."""
+    if source.shape is None and tuple(source.read().shape) != shape_of(target):
+        raise ConfigError(
+            f"{source.name} {tuple(source.read().shape)}, put together from the file's tensors, is "
+            f"{shape_of(target)} in the model"
+        )
     if isinstance(target, Buffer):
-        target.set(files.read(name), engines[0].device)
+        target.set(source.read(), engines[0].device)
         return
     for engine in engines:
         place = engine.parameters.places.get(target)
         if place is not None:
-            _read_slices(engine, place, files, name)
+            _read_slices(engine, place, source)
             return
     leave_meta([target], engines[0].device)
     if target.untyped_storage().nbytes() == 0:
         give_elements(target)
-    target.copy_(files.read(name))
+    target.copy_(source.read())
 
 
-def _read_slices(engine: Engine, place: Place, files: WeightFiles, name: str) -> None:
+def _read_slices(engine: Engine, place: Place, source: Source) -> None:
     arena, slices = place.arena, place.slices
     slot = engine.slot_of.get(place.parameter)
     if slot is None and arena.shard is None:  # frozen, and of one element
-        place.view.copy_(files.read(name))
+        place.view.copy_(source.read())
         return
     ranges = slices.by_rank[engine.transport.rank]
     if slot is None:
         pieces = engine.parameters.shard_of(place).split([numel for _, numel in ranges])
         for (start, numel), piece in zip(ranges, pieces, strict=True):
-            piece.copy_(files.read_range(name, slices.stride, start, numel))
+            piece.copy_(source.read_range(slices.stride, start, numel))
         return
     master = engine.formats[engine.layout.slots[slot].arena].master
     parts = engine.masters.local_parts(slot)
     for (start, numel), (parameter, state) in zip(ranges, parts, strict=True):
-        values = files.read_range(name, slices.stride, start, numel).to(parameter.device)
+        values = source.read_range(slices.stride, start, numel).to(parameter.device)
         parameter.copy_(values)
         seed_master(values.float(), parameter, state, master)
