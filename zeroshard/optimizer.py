@@ -158,7 +158,8 @@ class AdamW(torch.optim.Optimizer):
         parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         others = other_tensors(parameters, model)
-        every = dict.fromkeys([*parameters, *(() if model is None else model.parameters())])
+        every = {p: f"parameter {number}" for number, p in enumerate(parameters)}
+        every.update(() if model is None else ((p, name) for name, p in model.named_parameters()))
         real = [parameter for parameter in every if not parameter.is_meta]
         device = real[0].device if real else device_of(mesh)
         named = in_forward_order(self.param_groups, model)

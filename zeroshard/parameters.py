@@ -168,6 +168,7 @@ class Parameters:
         self.rank = rank
         self.without_values: set[nn.Parameter] = set()
         self.checks_values = True
+        self._names: dict[nn.Parameter, str] = {}  # of those without values
         self.owners: Owners = {}
         self.places: dict[nn.Parameter, Place] = {}
         self._written: dict[nn.Parameter, None] = {}
@@ -186,9 +187,10 @@ class Parameters:
         self.places.update((place.parameter, place) for place in places)
         return places
 
-    def leave_meta(self, parameters: Iterable[Tensor], device: torch.device) -> None:
+    def leave_meta(self, named: Mapping[nn.Parameter, str], device: torch.device) -> None:
         """Move meta parameters to a device; they have no values yet."""
-        self.without_values.update(leave_meta(parameters, device))
+        self.without_values.update(leave_meta(named, device))
+        self._names = {parameter: named[parameter] for parameter in self.without_values}
 
     def inherit(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take over, from optimizers that were closed, which parameters have no values yet."""
@@ -306,9 +308,13 @@ class Parameters:
         wanted = list(parameters)
         self.settle(self.places[p] for p in wanted if p in self.places)
         self._notice_values()
-        missing = [p for p in wanted if p in self.without_values]
+        # What is in no arena may be read anywhere.
+        missing = [
+            *self.without_values.intersection(wanted),
+            *self.without_values - set(self.places),
+        ]
         if missing:
-            names = [self.places[p].name if p in self.places else "one frozen" for p in missing]
+            names = sorted({self._names.get(p) or self.places[p].name for p in missing})
             raise ConfigError(
                 f"{_listed(names)} came from the meta device and has no values yet: call "
                 "zeroshard.load_weights(model, path) or zeroshard.init_weights(model) first"
