@@ -283,7 +283,7 @@ ARCHITECTURES = [
                 num_hidden_groups=1,
             )
         ),
-        units="albert.embeddings.position_embeddings, albert.embeddings.token_type_embeddings",
+        units="",
         note="one block runs six times; head tied to the embedding",
         checkpoint=checkpoint_calls_of(hf.models.albert.modeling_albert.AlbertLayerGroup),
         told=("AlbertLayerGroup",),

@@ -108,14 +108,13 @@ def test_wrong_parameters_raise_as_in_torch(stage):
 
 
 @stages
-def test_parameters_on_the_meta_device_are_refused(stage):
-    """They have no values to train: an optimizer built before the weights are loaded."""
-
+def test_a_model_that_is_on_meta_on_one_rank_only_is_refused(stage):
     def body(rank, world_size):
-        with torch.device("meta"):
+        with torch.device("meta" if rank == 0 else "cpu"):
             model = nn.Linear(4, 4)
         with pytest.raises(ConfigError, match="meta"):
             zeroshard.AdamW(model, stage=stage)
+        assert model.weight.is_meta == (rank == 0), "as it was"
 
     run(body)
 

@@ -642,6 +642,7 @@ def test_the_rest_of_training_is_left_alone(stage):
     run(body)
 
 
+@pytest.mark.filterwarnings("ignore:autocast saves:UserWarning")
 @stages
 def test_autocast_trains_bitwise_as_ddp(stage):
     def body(rank, world_size):

@@ -86,6 +86,8 @@ def gather(
             f"there is no zeroshard optimizer that could gather {type(target).__name__}: build "
             "zeroshard.AdamW first"
         )
+    for engine in engines if writeback else ():
+        engine.check_can_step("gather(writeback=True)")
     with gathered(parameters):
         yield
         if writeback:

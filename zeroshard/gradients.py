@@ -255,7 +255,8 @@ class Gradients:
         backward = self.backward
         assert backward is not None
         slots = self.layout.slots_of_bucket[bucket]
-        if self.shards.is_free(bucket) and not self.aside:  # as after every zero_grad()
+        no_grad = not self.aside and all(self.parameters[slot].grad is None for slot in slots)
+        if no_grad and self.shards.is_free(bucket):  # as after every zero_grad()
             self.shards.about_to_fill(slots)
             backward.carries.update(dict.fromkeys(slots, False))
         for slot in slots:

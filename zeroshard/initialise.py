@@ -72,6 +72,7 @@ def init_weights(model: nn.Module) -> None:
     model = unwrap(model)
     engines = engines_for(model)
     for engine in engines:
+        engine.check_can_step("init_weights")
         engine.masters.look_at_writes()
     empty = {
         p for p in model.parameters() if any(p in e.parameters.without_values for e in engines)

@@ -170,7 +170,10 @@ class AdamW(torch.optim.Optimizer):
             engine.model = weakref.ref(model)
         engine.on_added = self._show_state
         engine.on_close = self._engine_closed
+        on_meta = [name for p, name in every.items() if p.is_meta]
         description = {**options.describe(), **describe_groups(self.param_groups)}
+        listed = ", ".join(on_meta[:3]) + (" ..." if len(on_meta) > 3 else "")
+        description["the parameters on the meta device"] = f"{len(on_meta)} {listed}".strip()
         try:
             engine.parameters.leave_meta(every, device)
             if engine.shards_parameters and model is not None:
@@ -312,6 +315,7 @@ class AdamW(torch.optim.Optimizer):
                 state_dict = replaced
         check_groups(self.param_groups, state_dict["param_groups"])
         engine = self.engine
+        engine.check_can_step("load_state_dict")
         # What the model's own load_state_dict wrote must not count as a later write.
         engine.masters.look_at_writes()
         groups = list(zip(self.param_groups, state_dict["param_groups"], strict=True))
@@ -403,6 +407,7 @@ class AdamW(torch.optim.Optimizer):
 
         Needed after ``p.data.copy_()`` with ``Precision(master="fp32")``; every rank must call it.
         """
+        self.engine.check_can_step("refresh_master")
         self.engine.masters.refresh()
 
     def close(self) -> None:

@@ -168,7 +168,7 @@ class Parameters:
         self.rank = rank
         self.without_values: set[nn.Parameter] = set()
         self.checks_values = True
-        self._names: dict[nn.Parameter, str] = {}  # of those without values
+        self._names: Mapping[nn.Parameter, str] = {}  # of those that may have none
         self.owners: Owners = {}
         self.places: dict[nn.Parameter, Place] = {}
         self._written: dict[nn.Parameter, None] = {}
@@ -190,7 +190,7 @@ class Parameters:
     def leave_meta(self, named: Mapping[nn.Parameter, str], device: torch.device) -> None:
         """Move meta parameters to a device; they have no values yet."""
         self.without_values.update(leave_meta(named, device))
-        self._names = {parameter: named[parameter] for parameter in self.without_values}
+        self._names = named
 
     def inherit(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take over, from optimizers that were closed, which parameters have no values yet."""
@@ -200,8 +200,11 @@ class Parameters:
 
     def complete(self) -> None:
         """Give memory to those that came from the meta device and are in no arena."""
+        self.inherit(self._names)
+        self._names = {parameter: self._names[parameter] for parameter in self.without_values}
         for parameter in self.without_values.difference(self.places):
-            give_elements(parameter)
+            if parameter.untyped_storage().nbytes() == 0:
+                give_elements(parameter)
 
     def find_owners(self) -> None:
         """Look up which modules hold the parameters, to notice when one is replaced."""
@@ -398,7 +401,9 @@ class Parameters:
 
     def release(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give whole parameters plain memory of their own again."""
-        return_to_meta(self.without_values.difference(self.places))
+        others = self.without_values.difference(self.places)
+        return_to_meta(others)
+        _abandoned.update(dict.fromkeys(others, True))
         for parameter in list(parameters):
             if parameter in self.without_values:
                 _abandoned[parameter] = True

@@ -74,9 +74,10 @@ def load_weights(
             plan = _Plan(model, files, names)
             plan.check(strict)
             for engine in engines:
+                engine.check_can_step("load_weights")
                 engine.sharding.check_unpinned("load_weights")
+                engine.masters.look_at_writes()
         for engine in engines:
-            engine.masters.look_at_writes()
             engine.sharding.reshard_all()
         with in_agreement(transport, "load_weights"):
             for target, source in plan.sources.items():
