@@ -806,3 +806,31 @@ def test_a_closed_average_can_still_be_read_swapped_in_and_moved_by_hand():
         assert_same(averages(ema), loop.average, "by hand")
 
     in_every_stage(body)
+
+
+def test_what_would_change_masters_in_a_swap_is_refused(tmp_path):
+    def body(rank, world_size, stage):
+        model, optimizer = trained(rank, world_size, stage, "fp32 master")
+        ema = zeroshard.EMA(optimizer, decay=DECAY)
+        steps(rank, world_size, model, optimizer, [1])
+        saved = optimizer.state_dict()
+        before = everything(model, optimizer)
+
+        def write_back():
+            with zeroshard.gather(model, writeback=True):
+                raise AssertionError("it was let in")
+
+        with ema.swap():
+            for change in (
+                lambda: zeroshard.load_weights(model, tmp_path),
+                lambda: optimizer.load_state_dict(saved),
+                lambda: optimizer.consolidate_state_dict(),
+                lambda: zeroshard.init_weights(model),
+                optimizer.refresh_master,
+                write_back,
+            ):
+                with pytest.raises(ConfigError):
+                    change()
+        assert_same(everything(model, optimizer), before, "afterwards")
+
+    in_every_stage(body)

@@ -997,3 +997,28 @@ def test_an_optimizer_dropped_by_the_user_still_averages(stage):
         assert_same(full_gradients(model), expected, "no optimizer held")
 
     run(body)
+
+
+@stages
+def test_a_gradient_that_was_kept_over_zero_grad_and_put_back_counts(stage):
+    """Also on a rank that has none of its own in the next backward."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(600)), nn.Parameter(torch.ones(600))
+
+        def forward(self, uses_b):
+            return self.a.sum() * 2 + (self.b.sum() * 3 if uses_b else 0)
+
+    def body(rank, world_size):
+        model = Two()
+        optimizer = zeroshard.AdamW(model, stage=stage)
+        model(True).backward()
+        kept = model.b.grad
+        optimizer.zero_grad()
+        model.b.grad = kept
+        model(rank == 1).backward()
+        assert model.b.grad.full_tensor().unique().tolist() == [4.5]
+
+    run(body)

@@ -2496,3 +2496,21 @@ def test_slices_of_a_state_dict_cost_no_memory():
             assert norm == pytest.approx(model.layers[0].weight.norm().item(), rel=1e-5)
 
     run(body)
+
+
+def test_data_replaced_between_two_uses_of_one_unit_is_taken():
+    """Between them the unit is whole, and its parameters are placeholders already."""
+
+    def body(rank, world_size):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2)))
+        optimizer = zeroshard.AdamW(model, lr=0.0, weight_decay=0.0, stage=3)
+        block, x = model[0][0], torch.ones(2, 16)
+        block(x)
+        block.weight.data = torch.full((16, 16), 2.0)
+        assert block(x).unique().tolist() == [32.0]
+        optimizer.zero_grad()
+        with zeroshard.gather(model):
+            assert block.weight.unique().tolist() == [2.0]
+
+    run(body)

@@ -514,9 +514,8 @@ def test_every_dtype_of_a_file_is_cast_to_that_of_the_parameter_as_torch_casts(s
     in_every_stage(body)
 
 
-def test_integers_and_wide_floats_in_a_file_are_cast_as_torch_casts(tmp_path):
+def test_wide_floats_and_other_integers_in_a_file_are_cast_as_torch_casts(tmp_path):
     state = some_values(Assorted())
-    state["layers.0.pair"] = torch.tensor([3, -4])
     state["layers.0.gain"] = torch.tensor(1 / 3, dtype=torch.float64)
     state["layers.1.calls"] = torch.tensor(7, dtype=torch.int32)
     path = write_folder(tmp_path, without(state, "head.weight"))
@@ -528,6 +527,55 @@ def test_integers_and_wide_floats_in_a_file_are_cast_as_torch_casts(tmp_path):
         assert_same(everything(model), everything(loaded_plainly(state)), "odd dtypes")
 
     run(body)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64], ids=str)
+def test_what_is_not_of_floating_point_numbers_is_no_weight(dtype, tmp_path):
+    """Above all not the codes of a quantised checkpoint, without their scales."""
+    state = some_values(Assorted())
+    state["layers.0.pair"] = torch.ones(2, dtype=dtype)
+    path = write_folder(tmp_path, without(state, "head.weight"))
+
+    def body(rank, world_size):
+        model = on_meta(Assorted)
+        zeroshard.AdamW(model, stage=3)
+        with pytest.raises(ConfigError, match=r"layers\.0\.pair"):
+            zeroshard.load_weights(model, path, strict=False)
+
+    run(body)
+
+
+def test_ranks_that_load_other_tensors_are_told_so(tmp_path):
+    path = write_folder(tmp_path, without(some_values(Assorted()), "head.weight"))
+
+    def body(rank, world_size):
+        model = on_meta(Assorted)
+        zeroshard.AdamW(model, stage=3)
+
+        def but_one(name):
+            return None if rank == 1 and name == "layers.0.pair" else name
+
+        with pytest.raises(ConfigError, match=r"layers\.0\.pair"):
+            zeroshard.load_weights(model, path, strict=False, names=but_one)
+
+    run(body)
+
+
+def test_initialisation_from_another_source_of_numbers_is_the_same_on_all_ranks():
+    class Own(nn.Linear):
+        def reset_parameters(self):
+            if not self.weight.is_meta:
+                self.weight.fill_(dist.get_rank())
+                self.bias.fill_(dist.get_rank())
+
+    def body(rank, world_size, stage):
+        with torch.device("meta"):
+            model = nn.Sequential(*(Own(4, 4) for _ in range(3)))
+        zeroshard.AdamW(model, stage=stage)
+        zeroshard.init_weights(model)
+        assert all(not p.any() for _, p in zeroshard.full_parameters(model))
+
+    in_every_stage(body)
 
 
 KINDS = {
@@ -1385,6 +1433,16 @@ HF_MODELS = {
         "MixtralForCausalLM",
         {"num_local_experts": 3, "num_experts_per_tok": 2},
     ),
+    "qwen3 moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            "num_experts": 11,  # two digits: experts are put together by number, not by name
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8,
+            "head_dim": 8,
+        },
+    ),
     "gpt2": (
         "GPT2Config",
         "GPT2LMHeadModel",
@@ -1432,7 +1490,9 @@ def hf_output(model, seed=0):
     return logits
 
 
-@pytest.mark.parametrize("name", ["llama", "llama tied", "gpt-oss", "gpt2", "t5"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama tied", "gpt-oss", "gpt2", "t5", "mixtral", "qwen3 moe"]
+)
 def test_what_transformers_saved_is_loaded_into_a_model_on_meta(name, tmp_path):
     torch.manual_seed(5)
     plain = hf_model(name)
@@ -2120,3 +2180,83 @@ def test_merging_needs_no_adapters():
         assert_same(merged, weights(model), "none to merge")
 
     run(body)
+
+
+# --- what a file may say twice, and ranks that fail alone
+
+
+def test_two_values_for_one_tied_parameter_are_refused(tmp_path):
+    state = some_values(Assorted())
+    same = write_folder(tmp_path / "same", {**state, "head.weight": state["embed.weight"].clone()})
+    state["head.weight"] = state["embed.weight"].clone()
+    state["head.weight"][-1, -1] += 1  # on one rank's slice alone
+    other = write_folder(tmp_path / "other", state)
+
+    def body(rank, world_size, stage):
+        model = on_meta(Assorted)
+        zeroshard.AdamW(model, stage=stage)
+        with pytest.raises(ConfigError, match="one parameter in the model"):
+            zeroshard.load_weights(model, other)
+        assert bool(model.get_parameter("layers.0.up.weight").isnan().all()), "nothing was loaded"
+        zeroshard.load_weights(model, same)
+
+    in_every_stage(body)
+
+
+def test_of_a_tensor_in_two_files_the_one_that_the_index_names_counts(tmp_path):
+    state = some_values(Assorted())
+    folder = write_shards(tmp_path, without(state, "head.weight"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    stale = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    for file in set(index.values()):
+        kept = {name: state[name] for name in index if index[name] == file}
+        write_file(folder / file, {**without(stale, "head.weight"), **kept})
+
+    def body(rank, world_size):
+        model = on_meta(Assorted)
+        zeroshard.AdamW(model, stage=3)
+        zeroshard.load_weights(model, folder)
+        assert_same(everything(model), everything(loaded_plainly(state)), "by the index")
+
+    run(body)
+
+
+def test_an_initialisation_that_fails_on_one_rank_is_an_error_on_all():
+    class Fails(nn.Linear):
+        def reset_parameters(self):
+            if not self.weight.is_meta and dist.get_rank() == 1:
+                raise RuntimeError("no luck")
+            super().reset_parameters()
+
+    def body(rank, world_size, stage):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.ModuleList(Fails(4, 4) for _ in range(3)))
+        zeroshard.AdamW(model, stage=stage)
+        with pytest.raises(ConfigError, match="no luck"):
+            zeroshard.init_weights(model)
+
+    in_every_stage(body)
+
+
+def test_a_new_optimizer_knows_of_frozen_parameters_without_values():
+    def body(rank, world_size, stage):
+        model = on_meta(Assorted)
+        for number in range(2):
+            optimizer = zeroshard.AdamW(model, stage=stage)
+            with pytest.raises(ConfigError, match="frozen"):
+                zeroshard.export_weights(model, "never")
+            if number == 0:
+                optimizer.close()
+
+    in_every_stage(body)
+
+
+def test_where_this_process_is_nothing_is_exported(tmp_path, monkeypatch):
+    (tmp_path / "inside").mkdir()
+    monkeypatch.chdir(tmp_path / "inside")
+    model = nn.Linear(2, 2)
+    optimizer = zeroshard.AdamW(model)
+    for path in (".", tmp_path):
+        with pytest.raises(ConfigError, match="another path"):
+            zeroshard.export_weights(model, path, overwrite=True)
+    optimizer.close()

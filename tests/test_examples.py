@@ -326,3 +326,47 @@ def test_the_table_needs_no_rich(examples, monkeypatch, capsys):
     report.print_table([["2 ranks", "a", "b"], ["loss", "1.25", "10.5"]])
     assert capsys.readouterr().out == "2 ranks     a     b\nloss     1.25  10.5\n"
     assert report.rich_bar() is None
+
+
+def tiny_pretrained(folder):
+    """A folder that `from_pretrained` reads: a tiny Llama, and a tokenizer of single bytes."""
+    transformers = pytest.importorskip("transformers", minversion="5.24")
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<end>": 0, **{letter: n for n, letter in enumerate(alphabet, start=1)}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=None,
+        eos_token_id=0,
+        tie_word_embeddings=True,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_pretrained_model_goes_from_meta_to_an_export_that_generates(tmp_path):
+    folder = tiny_pretrained(tmp_path / "model")
+    arguments = ("--model", folder, "--out", tmp_path, "--steps", 30, "--seq", 32, "--lr", 1e-2)
+    done = subprocess.run(
+        command(*arguments, ranks=2, script=EXAMPLES / "finetune_pretrained.py"),
+        env={**environment(HF_HUB_OFFLINE="1"), "PYTHONWARNINGS": ""},  # transformers has its own
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(line.split()[2]) for line in done.stdout.splitlines() if "held-out" in line]
+    assert losses[1] < losses[0] - 1
+    assert "after:" in done.stdout
+    exported = sorted(path.name for path in (tmp_path / "exported").iterdir())
+    assert "model.safetensors" in exported
+    assert not (tmp_path / ".exported.partial").exists()

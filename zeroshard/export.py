@@ -63,7 +63,7 @@ def export_weights(
         folders = _adapter_folders(model) if is_adapted(model) else [_model_folder(model, dtype)]
         writers = [_Writer(unfinished / f.name, f, model, max_file_nbytes) for f in folders]
         if transport.is_first:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            _remove(unfinished)
             for folder in folders:
                 (unfinished / folder.name).mkdir(parents=True, exist_ok=True)
     failure: Exception | None = None
@@ -147,6 +147,7 @@ class _Writer:
         self.path, self.folder = path, folder
         files: list[list[Entry]] = [[]]
         for entry in folder.entries(model):
+            entry.check()
             if files[-1] and sum(e.nbytes for e in files[-1]) + entry.nbytes > max_file_nbytes:
                 files.append([])
             files[-1].append(entry)
@@ -200,6 +201,12 @@ def _check_arguments(path: Path, dtype: Any, max_file_nbytes: Any, overwrite: bo
         raise ConfigError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
     if not isinstance(max_file_nbytes, int) or max_file_nbytes <= 0:
         raise ConfigError(f"max_file_nbytes must be a number of bytes, got {max_file_nbytes!r}")
+    if os.path.ismount(path):
+        raise ConfigError(
+            f"{path} is a mount point, whose name is not ours: pass a path inside of it"
+        )
+    if Path.cwd().is_relative_to(path):
+        raise ConfigError(f"{path} is where this process is, or above it: pass another path")
     if path.exists() and not overwrite and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError(f"{path} exists and is not empty: pass overwrite=True, or another path")
 
@@ -211,7 +218,7 @@ def _replace(path: Path, complete: Path) -> None:
         return
     if not _exchange(path, complete):
         before = path.with_name(f".{path.name}.replaced")
-        shutil.rmtree(before, ignore_errors=True)
+        _remove(before)
         path.rename(before)
         try:
             complete.rename(path)
@@ -220,7 +227,14 @@ def _replace(path: Path, complete: Path) -> None:
             raise
         complete = before
     with suppress(OSError):  # the next export removes it
-        shutil.rmtree(complete)
+        _remove(complete)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _exchange(first: Path, second: Path) -> bool:

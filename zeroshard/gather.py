@@ -15,6 +15,7 @@ from .adapters import (
     tuned_layers,
     tuned_weight,
 )
+from .agreement import in_agreement
 from .engine import Engine, engines_of, newest_engine
 from .errors import ConfigError
 from .transport import Op
@@ -118,11 +119,12 @@ def full_parameters(
         ConfigError: no optimizer; adapters that are not simply added.
     """
     model = unwrap(model)
-    check_values(model)
-    if merge_adapters:
-        layers: dict[nn.Parameter, list[Any]] = {}
-        for layer in tuned_layers(model):
+    layers: dict[nn.Parameter, list[Any]] = {}
+    with in_agreement(engines_for(model)[0].transport, "full_parameters"):
+        check_values(model)
+        for layer in tuned_layers(model) if merge_adapters else ():
             layers.setdefault(tuned_weight(layer), []).append(layer)
+    if merge_adapters:
         return _merged(model, layers)
     return ((name, p.clone()) for name, p in stream(model, set(model.parameters())))
 
@@ -130,6 +132,8 @@ def full_parameters(
 def check_values(model: nn.Module) -> None:
     """Raise if a model has no optimizer, or parameters that came from meta without values."""
     for engine in engines_for(model):
+        if not engine.cannot_step:
+            engine.masters.look_at_writes()
         engine.parameters.check_values(model.parameters())
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .errors import ConfigError
 from .weight_files import WeightFiles
 
 __all__ = ["Source", "forget_conversions", "sources_of"]
@@ -27,6 +28,7 @@ class Source:
     def __init__(self, files: WeightFiles, name: str) -> None:
         self.files, self.name = files, name
         self.shape: tuple[int, ...] | None = files.shapes[name]
+        self.is_float = name in files.floats
 
     def read(self) -> Tensor:
         """The whole tensor, in the file's dtype."""
@@ -72,6 +74,7 @@ class Converted(Source):
 
     def __init__(self, conversion: Conversion, name: str) -> None:
         self.conversion, self.name, self.shape = conversion, name, None
+        self.is_float = True
 
     def read(self) -> Tensor:
         return self.conversion.result(self.name)
@@ -97,6 +100,9 @@ def sources_of(
         names: see `load_weights`.
     """
     wanted = {name: name if names is None else names(name) for name in files.shapes}
+    for name, target in wanted.items():
+        if target is not None and not isinstance(target, str):
+            raise ConfigError(f"names({name!r}) must return a string or None, got {target!r}")
     renames = any(name is not None and name not in known for name in wanted.values())
     rules = _rules_of(model) if renames else None
     conversions: dict[str, Conversion] = {}
@@ -123,7 +129,8 @@ def sources_of(
 def _natural_order(name: str) -> list[tuple[bool, int, str]]:
     """Numbers in names compare as numbers: experts are put together in this order."""
     return [
-        (not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")
+        (not part.isdecimal(), int(part) if part.isdecimal() else 0, part)
+        for part in name.split(".")
     ]
 
 

@@ -133,6 +133,7 @@ def _initialise(model: nn.Module, engines: list[Engine], empty: set[nn.Parameter
                 holders.setdefault(parameter, module)
     boundaries = {module for engine in engines for module in engine.sharded.unit_modules}
     buffers = _MetaBuffers(engines[0].device)
+    failure: Exception | None = None
     with ExitStack() as whole, ExitStack() as stack:
         for engine in engines:  # a parametrized weight is computed by calling modules
             engine.parameters.checks_values = False
@@ -140,9 +141,11 @@ def _initialise(model: nn.Module, engines: list[Engine], empty: set[nn.Parameter
         shown: set[Unit] = set()
         for module, call in calls:
             inside = list(_inside(module, boundaries))
-            parameters = {p for m in inside for p in m._parameters.values() if p is not None}
+            parameters = dict.fromkeys(
+                p for m in inside for p in m._parameters.values() if p is not None
+            )
             has_buffers = buffers.give_memory(module)
-            if call is None or not (has_buffers or parameters.intersection(holders)):
+            if call is None or not (has_buffers or any(p in holders for p in parameters)):
                 continue
             needed = {unit for e in engines for unit in e.sharding.units_of(parameters)}
             if not needed <= shown:
@@ -150,10 +153,15 @@ def _initialise(model: nn.Module, engines: list[Engine], empty: set[nn.Parameter
                 stack.enter_context(gathered(parameters))
                 shown = needed
             with _kept_buffers(inside, buffers):
-                to_fill = {p for p in parameters if holders.get(p) in inside}
-                _fill(call, to_fill, parameters - to_fill, engines)
+                to_fill = [p for p in parameters if holders.get(p) in inside]
+                to_keep = [p for p in parameters if holders.get(p) not in inside]
+                failure = _fill(call, to_fill, to_keep, engines) or failure
                 empty.difference_update(p for p in to_fill if not is_untouched(p))
+    if failure is not None:  # only now: the other ranks gather on
+        raise failure
     buffers.check(model)
+    for tensor in buffers.shown_now():
+        _take_first_ranks(tensor, engines[0].transport)
 
 
 def _fill(
@@ -161,20 +169,27 @@ def _fill(
     to_fill: Collection[nn.Parameter],
     to_keep: Collection[nn.Parameter],
     engines: list[Engine],
-) -> None:
-    """Initialise whole parameters; those in `to_keep` stay as they are.
+) -> Exception | None:
+    """Initialise whole parameters; those in `to_keep` stay as they are. Returns what it raised.
 
     One that a module inside has initialised may be initialised anew, as by GPT-2's blocks.
     """
     kept = {p: p.detach().clone() for p in to_keep}
-    call()
+    failure = None
+    try:
+        call()
+    except Exception as error:
+        failure = error
     for parameter, values in kept.items():
         parameter.data.copy_(values)
+    for parameter in to_fill:  # whoever draws from elsewhere draws the same all the same
+        _take_first_ranks(parameter.data, engines[0].transport)
     filled = [p for p in to_fill if not is_untouched(p)]
     torch.autograd.graph.increment_version(filled)  # also where the call wrote to `.data`
     for engine in engines:
         engine.parameters.mark_unchanged(kept)
         engine.parameters.without_values.difference_update(filled)
+    return failure
 
 
 @contextmanager
@@ -190,6 +205,13 @@ def _kept_buffers(modules: Collection[nn.Module], but: "_MetaBuffers") -> Iterat
     for module, name, tensor, values in kept:
         module._buffers[name] = tensor
         tensor.data.copy_(values)
+
+
+def _take_first_ranks(tensor: Tensor, transport: Transport) -> None:
+    if tensor.numel():
+        whole = tensor.contiguous()
+        transport.broadcast(whole, op=Op("initial values")).wait()
+        tensor.copy_(whole)
 
 
 def _calls(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], object] | None]]:
@@ -254,6 +276,10 @@ class _MetaBuffers:
             module._buffers[buffer.attribute] = tensor
             self.shown[buffer] = (tensor, tensor._version)
         return bool(found)
+
+    def shown_now(self) -> list[Tensor]:
+        """What the buffers are now."""
+        return [buffer.tensor for buffer in self.shown]
 
     def check(self, model: nn.Module) -> None:
         """Raise if nobody wrote to one of them."""

@@ -274,7 +274,7 @@ class Parameters:
             return
         if arena.shows_placeholders():
             return
-        written = (~arena.placeholders.isnan()).tolist()
+        written = arena.written_placeholders()
         arena.placeholders.fill_(torch.nan)
         names = [p.name for p in places if p.arena is arena and written[p.number]]
         raise ConfigError(_written_while_sharded(names))

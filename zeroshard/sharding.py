@@ -144,6 +144,8 @@ class Sharding:
         else:
             self._idle = None if self._idle is unit else self._idle
             self._ahead = None if self._ahead is unit else self._ahead
+            if not unit.is_shown:
+                self.parameters.settle(unit.places)
         self.unshard(unit)
         self._show(unit)
         self.parameters.check_values(place.parameter for place in unit.places)

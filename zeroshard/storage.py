@@ -61,6 +61,10 @@ class Arena:
         """Whether nobody wrote to the placeholders."""
         return self._nan.equal(self.placeholders.view(self._nan.dtype))
 
+    def written_placeholders(self) -> list[bool]:
+        """For each slot, whether somebody wrote to its placeholder."""
+        return (self._nan != self.placeholders.view(self._nan.dtype)).tolist()
+
     def allocate(self, numel: int, dtype: str) -> Tensor:
         """A flat tensor of zeros on the arena's device."""
         return torch.zeros(numel, dtype=getattr(torch, dtype), device=self.device)

@@ -6,7 +6,7 @@ Knows no model and no ranks.
 import ctypes
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -49,6 +49,7 @@ class WeightFiles:
 
     Attributes:
         shapes: name -> shape of every tensor.
+        floats: the names of those of floating-point numbers.
 
     Raises:
         ConfigError: the path holds no such checkpoint, or files of it are missing or damaged.
@@ -56,16 +57,18 @@ class WeightFiles:
 
     def __init__(self, path: Path) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.floats: set[str] = set()
         self._files: dict[str, Any] = {}
         self._stack = ExitStack()
         try:
-            for file in _files_of(path):
-                self._open(file)
+            for file, names in _files_of(path).items():
+                self._open(file, names)
         except BaseException:
             self._stack.close()
             raise
 
-    def _open(self, file: Path) -> None:
+    def _open(self, file: Path, names: Collection[str]) -> None:
+        """Map a file; of its tensors those in `names` count, or all if that is empty."""
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError as error:
@@ -75,8 +78,12 @@ class WeightFiles:
         try:
             opened = self._stack.enter_context(safe_open(str(file), framework="pt"))
             for name in opened.keys():  # noqa: SIM118 - not a mapping
-                self._files[name] = opened
-                self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                if not names or name in names:
+                    self._files[name] = opened
+                    stored = opened.get_slice(name)
+                    self.shapes[name] = tuple(stored.get_shape())
+                    if "F" in stored.get_dtype():  # F32, BF16, F8_E4M3 ...
+                        self.floats.add(name)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
 
@@ -120,9 +127,10 @@ class WeightFiles:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _files_of(path: Path) -> list[Path]:
+def _files_of(path: Path) -> dict[Path, set[str]]:
+    """The files of a checkpoint, with the tensors that the index says they hold."""
     if path.is_dir():
-        found = [path / name for name in (INDEX_NAME, WEIGHTS_NAME) if (path / name).is_file()]
+        found = [path / name for name in (WEIGHTS_NAME, INDEX_NAME) if (path / name).is_file()]
         if not found:
             raise ConfigError(
                 f"{path} holds neither {WEIGHTS_NAME} nor {INDEX_NAME}: pass the directory that "
@@ -132,12 +140,15 @@ def _files_of(path: Path) -> list[Path]:
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: pass a directory with {WEIGHTS_NAME}, or a file")
     if path.suffix != ".json":
-        return [path]
+        return {path: set()}
     try:
-        names = json.loads(path.read_text())["weight_map"].values()
+        weight_map = dict(json.loads(path.read_text())["weight_map"].items())
     except (ValueError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} is no index of safetensors files: {error!r}") from error
-    return [path.parent / name for name in sorted(set(names))]
+    files: dict[Path, set[str]] = {}
+    for name, file in sorted(weight_map.items()):
+        files.setdefault(path.parent / file, set()).add(name)
+    return files
 
 
 class Entry(NamedTuple):
@@ -146,6 +157,11 @@ class Entry(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def check(self) -> None:
+        """Raise if such files cannot hold it."""
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"{self.name} is {self.dtype}, which safetensors does not have")
 
     @property
     def nbytes(self) -> int:
@@ -169,8 +185,7 @@ class WeightFile:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         start = 0
         for entry in entries:
-            if entry.dtype not in DTYPES:
-                raise ConfigError(f"{entry.name} is {entry.dtype}, which safetensors does not have")
+            entry.check()
             header[entry.name] = {
                 "dtype": DTYPES[entry.dtype],
                 "shape": list(entry.shape),

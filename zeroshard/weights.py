@@ -15,6 +15,7 @@ from torch import nn
 
 from .adapters import adapter_parameters, is_adapted, plain_name, tuned_layers
 from .agreement import in_agreement
+from .construction import compare_ranks
 from .conversions import seed_master
 from .engine import Engine
 from .errors import ConfigError
@@ -73,16 +74,18 @@ def load_weights(
             files = stack.enter_context(WeightFiles(Path(path)))
             plan = _Plan(model, files, names)
             plan.check(strict)
+            plan.check_tied(engines)
             for engine in engines:
                 engine.check_can_step("load_weights")
                 engine.sharding.check_unpinned("load_weights")
                 engine.masters.look_at_writes()
+        compare_ranks(plan.describe(), transport)
         for engine in engines:
             engine.sharding.reshard_all()
-        with in_agreement(transport, "load_weights"):
+        stack.callback(forget_conversions)
+        with in_agreement(transport, "load_weights, which leaves the model half loaded,"):
             for target, source in plan.sources.items():
                 _read_into(target, source, engines)
-            forget_conversions()
     for engine in engines:
         gather_whole_arenas(engine, "loaded weights")
         engine.parameters.mark_loaded(plan.sources)
@@ -97,11 +100,13 @@ class _Plan:
     """Which tensor of the file goes where.
 
     Attributes:
+        names: of the model's parameters and buffers.
         sources: the model's parameters and buffers -> what they are read from.
         missing: names in the model of which the file has none.
         unexpected: names in the file that the model does not have.
-        misshapen: shapes that differ, in words.
+        misshapen: shapes that differ, and integers (as of quantised weights) for floats, in words.
         doubled: names for which the file has two tensors.
+        again: what the file has for tied parameters under their other names.
     """
 
     def __init__(
@@ -109,8 +114,10 @@ class _Plan:
     ) -> None:
         by_name, first_names = _targets(model)
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        self.names = first_names
         self.sources: dict[Target, Source] = {}
         self.doubled: list[str] = []
+        self.again: list[tuple[Target, Source]] = []
         came: dict[str, Source] = {}
         self.unexpected: list[str] = []
         self.misshapen: list[str] = []
@@ -121,9 +128,11 @@ class _Plan:
             if name not in by_name and not any(re.search(p, name) for p in ignored):
                 self.unexpected.append(name)
             for target in by_name.get(name, ()):
-                # A tied parameter may be in the file under several names: the first one counts.
-                is_first = self.sources.setdefault(target, source) is source
-                if is_first and source.shape not in (None, shape_of(target)):
+                if self.sources.setdefault(target, source) is not source:
+                    self.again.append((target, source))  # tied, and in the file under two names
+                if not source.is_float and _wants_floats(target):
+                    self.misshapen.append(f"{name} is not of floating-point numbers")
+                if source.shape not in (None, shape_of(target)):
                     self.misshapen.append(f"{name} {source.shape}, in the model {shape_of(target)}")
         optional = adapter_parameters(model)
         self.missing = [
@@ -131,6 +140,10 @@ class _Plan:
             for target, name in first_names.items()
             if target not in self.sources and target not in optional
         ]
+
+    def describe(self) -> dict[str, str]:
+        """What is loaded from what, for the comparison of ranks."""
+        return {f"the source of {self.names[t]}": s.name for t, s in self.sources.items()}
 
     def check(self, strict: bool) -> None:
         """Raise if it does not fit."""
@@ -142,12 +155,38 @@ class _Plan:
         if self.doubled:
             said.append(f"two tensors for one: {'; '.join(self.doubled)}")
         if self.misshapen:
-            said.append(f"shapes that differ: {'; '.join(self.misshapen)}")
+            said.append(f"shapes or kinds that differ: {'; '.join(self.misshapen)}")
         if said:
             raise ConfigError(
                 f"the file does not fit the model, and nothing was loaded. {'. '.join(said)}. Pass "
                 "names= to translate names, or strict=False to load what is there"
             )
+
+    def check_tied(self, engines: Sequence[Engine]) -> None:
+        """Raise if the file has different values for one tied parameter; looks at own slices."""
+        for target, source in self.again:
+            first = self.sources[target]
+            place = _place_of(target, engines)
+            if place is None:
+                same = torch.equal(first.read(), source.read())
+            else:
+                same = all(
+                    torch.equal(first.read_range(*wanted), source.read_range(*wanted))
+                    for start, numel in place.slices.by_rank[place.arena.rank]
+                    for wanted in [(place.slices.stride, start, numel)]
+                )
+            if not same:
+                raise ConfigError(
+                    f"{first.name} and {source.name} are one parameter in the model, and differ in "
+                    "the file: build the model untied, or leave one out with names="
+                )
+
+
+def _place_of(target: Target, engines: Sequence[Engine]) -> Place | None:
+    for engine in engines:
+        if isinstance(target, nn.Parameter) and target in engine.parameters.places:
+            return engine.parameters.places[target]
+    return None
 
 
 def _targets(model: nn.Module) -> tuple[dict[str, list[Target]], dict[Target, str]]:
@@ -165,6 +204,10 @@ def _targets(model: nn.Module) -> tuple[dict[str, list[Target]], dict[Target, st
         by_name.setdefault(name, []).append(target)
         first_names.setdefault(target, name)
     return by_name, first_names
+
+
+def _wants_floats(target: Target) -> bool:
+    return isinstance(target, nn.Parameter) and target.is_floating_point()
 
 
 def shape_of(target: Target) -> tuple[int, ...]:
