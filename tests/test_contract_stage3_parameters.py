@@ -2514,3 +2514,17 @@ def test_data_replaced_between_two_uses_of_one_unit_is_taken():
             assert block.weight.unique().tolist() == [2.0]
 
     run(body)
+
+
+def test_a_second_optimizer_for_the_rest_of_a_model_is_refused():
+    """Each would free parameters of the other's, whose writes it does not know."""
+
+    def body(rank, world_size):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        first = zeroshard.AdamW(model[0].parameters(), model=model, stage=3)
+        with pytest.raises(ConfigError, match="one optimizer"):
+            zeroshard.AdamW(model[1].parameters(), model=model, stage=3)
+        model(torch.ones(2, 8)).sum().backward()
+        first.step()
+
+    run(body)

@@ -71,13 +71,13 @@ def init_weights(model: nn.Module) -> None:
     """
     model = unwrap(model)
     engines = engines_for(model)
-    for engine in engines:
-        engine.check_can_step("init_weights")
-        engine.masters.look_at_writes()
-    empty = {
-        p for p in model.parameters() if any(p in e.parameters.without_values for e in engines)
-    }
     transport = engines[0].transport
+    with in_agreement(transport, "init_weights"):
+        for engine in engines:
+            engine.check_can_step("init_weights")
+            engine.masters.look_at_writes()
+    without = [engine.parameters.without_values for engine in engines]
+    empty = {p for p in model.parameters() if any(p in those for those in without)}
     with (
         in_agreement(transport, "init_weights"),
         _same_random_numbers(transport, engines[0].device),

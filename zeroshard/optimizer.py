@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .accounts import is_updated_by_torch, memory_of, summary_of
 from .config import Options, Precision
-from .engine import Engine
+from .engine import Engine, engines_of
 from .errors import ConfigError, GradientError
 from .param_groups import (
     check_group,
@@ -185,7 +185,10 @@ class AdamW(torch.optim.Optimizer):
                 if engine.shards_parameters:
                     guard()
             if engine.shards_parameters and model is not None:
-                engine.sharded.shard_frozen(frozen_parameters(model, set(trainable)))
+                frozen = frozen_parameters(model, set(trainable))
+                for other in engines_of(parameter for _, parameter in frozen):
+                    _refuse_trained(frozen, other)
+                engine.sharded.shard_frozen(frozen)
             if options.sync_init:
                 engine.broadcast(others)
             engine.sharded.complete()
@@ -418,3 +421,13 @@ class AdamW(torch.optim.Optimizer):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+
+
+def _refuse_trained(frozen: Sequence[tuple[str, nn.Parameter]], other: Engine) -> None:
+    """Raise if another optimizer trains one of the parameters that are frozen for ours."""
+    taken = [name for name, parameter in frozen if parameter in other.slot_of]
+    if taken:
+        raise ConfigError(
+            f"{taken[0]!r} is trained by another zeroshard optimizer, which frees it when it sees "
+            "fit: under stage 3 use one optimizer, with a param group for each"
+        )
