@@ -34,6 +34,7 @@ def arenas_of(dtype, world_size, precision, bucket_nbytes=6000):
     for rank in range(world_size):
         (plan,) = layout.arenas
         arena = Arena(plan, layout.world_size, rank)
+        arena.parameters.zero_()
         arena.allocate_gradients()
         arena.allocate_state(fmt.fields)
         for slot in layout.slots:

@@ -14,7 +14,7 @@ from .parameters import check_trainable, describe_parameter
 from .storage import Arena, slot_view
 from .transport import Op, Transport
 
-__all__ = ["compare_ranks", "fill_arena", "plan_parameters", "wires_of"]
+__all__ = ["compare_ranks", "fill_arena", "plan_parameters", "start_without_values", "wires_of"]
 
 
 def plan_parameters(
@@ -73,7 +73,7 @@ def fill_arena(
 
     Those in `without_values` become NaN.
     """
-    flat = arena.parameters
+    flat = arena.parameters.zero_()
     sources = {parameters[slot.index].dtype for slot in arena.plan.slots}
     if sources != {flat.dtype}:  # Precision.param_dtype: masters start from the fp32 values
         flat = arena.allocate(arena.plan.numel, "float32")
@@ -100,6 +100,20 @@ def fill_arena(
             stop = bucket.shard_offset + bucket.shard_numel
             state = arena.state_of(bucket.shard_offset, stop)
             seed_master(values, parameter, state, fmt.master)
+
+
+def start_without_values(arena: Arena, fmt: Format, layout: Layout) -> None:
+    """Start a sharded arena of which no parameter has values: NaN in the shard.
+
+    The whole parameters, which are freed next, are not touched, and so take no memory on a CPU.
+    """
+    assert arena.shard is not None
+    arena.allocate_state(fmt.fields)
+    for slot in arena.plan.slots:
+        start, stop = layout.local_range(slot.index, arena.rank)
+        arena.shard[start:stop].fill_(torch.nan)
+    if "master" in arena.state:
+        arena.state["master"].copy_(arena.shard)
 
 
 def _stored_dtype(parameter: nn.Parameter, precision: Precision) -> torch.dtype:

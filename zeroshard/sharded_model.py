@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .config import Options
-from .construction import fill_arena
+from .construction import fill_arena, start_without_values
 from .errors import ConfigError
 from .formats import FROZEN, Format
 from .layout import KEPT_WHOLE, ArenaPlan, Layout, plan_layout
@@ -115,7 +115,10 @@ class ShardedModel:
         arena = Arena(plan, self.transport.world_size, self.transport.rank, sharded=sharded)
         self.parameters.inherit(by_slot[slot.index] for slot in plan.slots)
         without_values = self.parameters.without_values
-        fill_arena(arena, fmt, by_slot, self.transport, self.options, without_values)
+        if sharded and all(by_slot[slot.index] in without_values for slot in plan.slots):
+            start_without_values(arena, fmt, layout)
+        else:
+            fill_arena(arena, fmt, by_slot, self.transport, self.options, without_values)
         places = self.parameters.attach(arena, layout, by_slot)
         if sharded:
             self.sharding.adopt(arena, places, is_frozen=fmt is FROZEN)

@@ -24,7 +24,7 @@ class Arena:
         sharded: whether the parameters' memory is freed while nobody needs them.
 
     Attributes:
-        parameters: [plan.numel], the storage whose views are the parameters. Freeing it and
+        parameters: [plan.numel], undefined at first; its views are the parameters. Freeing it and
             allocating it again keeps the storage, so that whatever is a view of it stays one.
         shard: [shard_numel] this rank's parameters, where the arena is sharded; else None.
         is_whole: whether `parameters` has memory and values.
@@ -41,7 +41,8 @@ class Arena:
         self.rank = rank
         self.shard_numel = plan.numel // world_size
         self.device = torch.device(plan.device)
-        self.parameters = self.allocate(plan.numel, plan.dtype)
+        dtype = getattr(torch, plan.dtype)
+        self.parameters = torch.empty(plan.numel, dtype=dtype, device=self.device)
         self.storage = self.parameters.untyped_storage()
         self.nbytes = self.storage.nbytes()
         self.shard = self.allocate(self.shard_numel, plan.dtype) if sharded else None
