@@ -29,7 +29,8 @@ LAYERS = [
     ["weight_files", "adapters", "agreement"],
     ["gather", "hub_names"],
     ["initialise"],
-    ["weights", "export", "ema"],
+    ["weights", "export", "ema", "checkpoint"],
+    ["integrations"],
     ["__init__"],
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from .conversions import exact_master, read_moment, restore_master, write_moment
+from .conversions import MASTERS, exact_master, read_moment, restore_master, write_moment
 from .engine import Engine
 from .errors import ConfigError
 from .formats import MOMENT_NAMES
@@ -18,7 +18,28 @@ from .layout import BLOCK
 from .shard_tensor import ShardTensor, Slices
 from .storage import slot_view
 
-__all__ = ["check_groups", "consolidate", "load_slot", "local_slice", "slices_of", "state_of"]
+__all__ = [
+    "SAVED_KEYS",
+    "check_groups",
+    "consolidate",
+    "load_slot",
+    "local_slice",
+    "shown",
+    "slices_of",
+    "state_of",
+]
+
+# What a saved state may hold of a parameter: "master" is its fp32 values, "remainder" their lower
+# halves, and scales are those of 8-bit moments.
+SAVED_KEYS = (
+    "step",
+    "exp_avg",
+    "exp_avg_sq",
+    "exp_avg_scale",
+    "exp_avg_sq_scale",
+    "master",
+    "remainder",
+)
 
 
 def state_of(engine: Engine, slot: int) -> dict[str, Any]:
@@ -30,11 +51,15 @@ def state_of(engine: Engine, slot: int) -> dict[str, Any]:
     local = arena.state_of(start, stop)
     for field in arena.fields:
         here = slices if field.per == 1 else slices.per_block(field.per)
-        if engine.transport.distributed:
-            state[field.name] = ShardTensor(local[field.name], here, engine.transport)
-        else:
-            state[field.name] = slot_view(local[field.name], here.shape, here.stride)
+        state[field.name] = shown(engine, here, local[field.name])
     return state
+
+
+def shown(engine: Engine, slices: Slices, local: Tensor) -> Tensor:
+    """This rank's slice of a tensor as users see it: without other ranks it is the whole tensor."""
+    if engine.transport.distributed:
+        return ShardTensor(local, slices, engine.transport)
+    return slot_view(local, slices.shape, slices.stride)
 
 
 def master_of(engine: Engine, slot: int) -> ShardTensor | None:
@@ -63,6 +88,15 @@ def _set_master(engine: Engine, slot: int, local: Tensor) -> None:
     for parameter, state in engine.masters.local_parts(slot):
         values = local[taken : taken + parameter.numel()].to(parameter.device, torch.float32)
         restore_master(values, parameter, state)
+        taken += parameter.numel()
+
+
+def _join_master(engine: Engine, slot: int, remainder: Tensor) -> None:
+    """Set the slot's fp32 master to what its bf16 parameter and the lower halves [n] int16 say."""
+    taken = 0
+    for parameter, state in engine.masters.local_parts(slot):
+        low = remainder[taken : taken + parameter.numel()].to(parameter.device)
+        state["master"].copy_(MASTERS["split"].load(parameter, {"remainder": low}))
         taken += parameter.numel()
 
 
@@ -152,7 +186,9 @@ def load_slot(engine: Engine, slot: int, local: Mapping[str, Tensor]) -> None:
         write_moment(name, values.to(arena.device, torch.float32), state)
     if "remainder" in local and "remainder" in state:
         state["remainder"].copy_(local["remainder"])
-    if "master" in local and "remainder" not in local:
+    elif "remainder" in local and "master" in state:
+        _join_master(engine, slot, local["remainder"])
+    elif "master" in local:
         _set_master(engine, slot, local["master"])
 
 
