@@ -18,7 +18,7 @@ LAYERS = [
     ["conversions"],
     ["shard_reductions"],
     ["shard_tensor"],
-    ["torch_update", "kernel_update", "clipping", "parameters", "modules"],
+    ["torch_update", "kernel_update", "clipping", "parameters", "modules", "state_shard"],
     ["update"],
     ["gradient_shards", "autograd_hooks", "backward", "sharding", "module_state", "masters"],
     ["reduction", "construction"],

@@ -285,6 +285,7 @@ class Engine:
         self.gradients.close()
         self.adopt_unfrozen()
         self.masters.look_at_writes()
+        self.masters.forget_loaded()
         used, flags_are_valid = self.gradients.collect()
         if not used:
             return

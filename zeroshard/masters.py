@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from .conversions import reread_master
+from .conversions import reread_master, restore_master
 from .layout import Layout
 from .parameters import Parameters
 from .storage import Arena
@@ -24,6 +24,7 @@ class Masters:
 
     def __init__(self, parameters: Parameters, transport: Transport) -> None:
         self.parameters, self.transport = parameters, transport
+        self._loaded: dict[int, Tensor | None] = {}  # by slot: masters, None for lower halves
 
     def attach(
         self, layout: Layout, arenas: Sequence[Arena], slot_of: Mapping[nn.Parameter, int]
@@ -46,12 +47,45 @@ class Masters:
         written = self.parameters.check()
         self._reread(sorted(self.slot_of[p] for p in written if p in self.slot_of))
 
+    # torch's `set_state_dict` loads the optimizer first and then the model. So the first write to a
+    # parameter between the loading of its state and the next step is taken for the weights that the
+    # state belongs to, and its masters stay as they were loaded.
+
+    def load(self, slot: int, values: Tensor) -> None:
+        """Set the masters of a slot, this rank's [n] fp32; see `restore_master`."""
+        if not self._set(slot, values):
+            self._loaded[slot] = values.clone()
+
+    def loaded_remainder(self, slot: int) -> None:
+        """The lower halves of a slot's masters were loaded."""
+        self._loaded[slot] = None
+
+    def forget_loaded(self) -> None:
+        """A step begins: later writes are new weights."""
+        self._loaded.clear()
+
+    def _set(self, slot: int, values: Tensor) -> bool:
+        """Whether the parameter is their rounding; where it is not, it stands."""
+        taken, fits = 0, True
+        for parameter, state in self.local_parts(slot):
+            part = values[taken : taken + parameter.numel()].to(parameter.device, torch.float32)
+            restore_master(part, parameter, state)
+            fits &= torch.equal(part.to(parameter.dtype), parameter)
+            taken += parameter.numel()
+        return fits
+
     def refresh(self) -> None:
         """Re-read every master from its parameter."""
+        self.forget_loaded()
         self._reread(range(len(self.layout.slots)))
 
     def _reread(self, slots: Sequence[int]) -> None:
         for slot in slots:
+            if slot in self._loaded:
+                values = self._loaded.pop(slot)
+                if values is not None:
+                    self._set(slot, values)
+                continue
             for parameter, state in self.local_parts(slot):
                 reread_master(parameter, state, torch.ones_like(parameter, dtype=torch.bool))
 

@@ -25,7 +25,9 @@ from .param_groups import (
     not_trained_yet,
     other_tensors,
 )
+from .shard_tensor import ShardTensor
 from .state import check_groups, consolidate, load_slot, slices_of, state_of
+from .state_shard import StateShard
 from .transport import connect, device_of
 from .wrappers import DDPGuard, unwrap
 
@@ -276,7 +278,10 @@ class AdamW(torch.optim.Optimizer):
         format of torch's AdamW. Otherwise every rank returns its slices as `ShardTensor`.
         """
         if self._consolidated is None:
-            return super().state_dict()
+            local = super().state_dict()
+            for key, entry in local["state"].items():
+                local["state"][key] = _as_entries(entry)
+            return local
         mine = dict(self.state)
         try:
             self.state.clear()
@@ -421,6 +426,14 @@ class AdamW(torch.optim.Optimizer):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+
+
+def _as_entries(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of one parameter for a state dict, which can be given whole tensors."""
+    return {
+        key: StateShard.of(value) if isinstance(value, ShardTensor) else value
+        for key, value in state.items()
+    }
 
 
 def _refuse_trained(frozen: Sequence[tuple[str, nn.Parameter]], other: Engine) -> None:

@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -35,8 +36,15 @@ __all__ = ["RaggedShard", "ShardTensor", "Slices"]
 aten = torch.ops.aten
 
 
-class RaggedShard(Placement):
-    """The placement of a ShardTensor: a contiguous range of storage order, not of any dimension."""
+class RaggedShard(Partial):
+    """The placement of a ShardTensor: a contiguous range of storage order, not of any dimension.
+
+    To torch it is partial: the whole tensor is the sum over ranks of their slices among zeros. A
+    plain DTensor of this placement, as `distribute_tensor` makes it, still is the whole tensor.
+    """
+
+    def _partition_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
+        return tensor
 
     def __repr__(self) -> str:
         return "RaggedShard()"
@@ -248,9 +256,21 @@ class ShardTensor(DTensor):
         ordered = flat.view([box.sizes[dim] for dim in order])
         return ordered.permute([order.index(dim) for dim in range(len(box.sizes))])
 
-    def redistribute(self, *args: object, **kwargs: object) -> Any:
-        """Refused: a ragged slice has no other placement."""
-        raise refusal("redistribute")
+    def redistribute(
+        self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **_: Any
+    ) -> DTensor:
+        """The whole tensor on every rank, as a DTensor; any other placement is refused.
+
+        Of int16, which no backend of torch.distributed sends on, the bits come as bfloat16.
+        """
+        if not placements or not all(isinstance(wanted, Replicate) for wanted in placements):
+            raise refusal(f"redistribute to {placements}")
+        transport = connected(self, "redistribute()")
+        mesh = device_mesh or transport.mesh
+        whole = self.full_tensor()
+        if whole.dtype == torch.int16:
+            whole = whole.view(torch.bfloat16)
+        return DTensor.from_local(whole, mesh, placements, run_check=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardTensor":
         return self.like(self._local_tensor.clone())

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from .conversions import MASTERS, exact_master, read_moment, restore_master, write_moment
+from .conversions import MASTERS, exact_master, read_moment, write_moment
 from .engine import Engine
 from .errors import ConfigError
 from .formats import MOMENT_NAMES
 from .layout import BLOCK
-from .shard_tensor import ShardTensor, Slices
+from .shard_tensor import RaggedShard, ShardTensor, Slices
+from .state_shard import StateShard
 from .storage import slot_view
 
 __all__ = [
@@ -80,15 +81,6 @@ def _moment_of(engine: Engine, slot: int, name: str) -> ShardTensor:
     start, stop = engine.layout.local_range(slot, engine.transport.rank)
     values = read_moment(name, arena.state_of(start, stop))
     return ShardTensor(values, engine.gradients.shards.slices[slot], engine.transport)
-
-
-def _set_master(engine: Engine, slot: int, local: Tensor) -> None:
-    """Set the slot's master from this rank's slice of it, [n] fp32."""
-    taken = 0
-    for parameter, state in engine.masters.local_parts(slot):
-        values = local[taken : taken + parameter.numel()].to(parameter.device, torch.float32)
-        restore_master(values, parameter, state)
-        taken += parameter.numel()
 
 
 def _join_master(engine: Engine, slot: int, remainder: Tensor) -> None:
@@ -160,16 +152,21 @@ def slices_of(engine: Engine, slot: int, saved: Mapping[str, Any]) -> dict[str, 
     for key in ("exp_avg", "exp_avg_sq", "master", "remainder"):
         if key in saved:
             local[key] = local_slice(engine, slices, saved[key], f"{key} of {name!r}")
+    if "remainder" in local:  # bits: see ShardTensor.redistribute
+        local["remainder"] = local["remainder"].view(torch.int16)
     for key in MOMENT_NAMES:
         has_codes = key in local and local[key].dtype in (torch.int8, torch.uint8)
-        if has_codes != (f"{key}_scale" in saved):
+        scale = saved.get(f"{key}_scale")
+        if not has_codes and isinstance(scale, StateShard) and scale.given is None:
+            scale = None  # our own: whoever filled a local state dict had none to give
+        if has_codes != (scale is not None):
             raise ConfigError(
                 f"the saved state of {name!r} must have {key} in 8-bit codes and {key}_scale, or "
                 f"neither; it has {', '.join(saved)}: load it as it was saved"
             )
         if has_codes:
             of_blocks, what = slices.per_block(BLOCK), f"{key}_scale of {name!r}"
-            scale = local_slice(engine, of_blocks, saved[f"{key}_scale"], what)
+            scale = local_slice(engine, of_blocks, scale, what)
             local[key] = read_moment(key, {key: local[key], f"{key}_scale": scale})
     local["step"] = torch.as_tensor(saved.get("step", 0), dtype=torch.float32).reshape(())
     return local
@@ -186,10 +183,11 @@ def load_slot(engine: Engine, slot: int, local: Mapping[str, Tensor]) -> None:
         write_moment(name, values.to(arena.device, torch.float32), state)
     if "remainder" in local and "remainder" in state:
         state["remainder"].copy_(local["remainder"])
+        engine.masters.loaded_remainder(slot)
     elif "remainder" in local and "master" in state:
         _join_master(engine, slot, local["remainder"])
     elif "master" in local:
-        _set_master(engine, slot, local["master"])
+        engine.masters.load(slot, local["master"])
 
 
 def local_slice(engine: Engine, slices: Slices, value: Any, what: str) -> Tensor:
@@ -206,9 +204,10 @@ def local_slice(engine: Engine, slices: Slices, value: Any, what: str) -> Tensor
                 f"{what} was saved by rank {value.saved_by} and is loaded by rank "
                 f"{engine.transport.rank}: every rank must load the file that it saved itself"
             )
-        return value._local_tensor
+        given = value.given if isinstance(value, StateShard) else None
+        return value._local_tensor if given is None else given
     if isinstance(value, DTensor):
-        if not all(isinstance(placement, Replicate) for placement in value.placements):
+        if not all(isinstance(place, (Replicate, RaggedShard)) for place in value.placements):
             raise ConfigError(
                 f"{what} is a DTensor with placements {value.placements}; loading never "
                 "communicates: pass its full_tensor()"

@@ -1,0 +1,57 @@
+"""What `state_dict()` hands out: a slice that can be given a whole tensor. Writes no state.
+
+torch's `set_optimizer_state_dict(full_state_dict=True)` fills a local state dict from whole tensors
+before it hands it to `load_state_dict`; with `broadcast_from_rank0` it copies them to `to_local()`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .shard_tensor import ShardTensor
+
+__all__ = ["StateShard"]
+
+
+class StateShard(ShardTensor):
+    """An entry of a local state dict, which shares memory with the state.
+
+    Attributes:
+        given: [n], this rank's slice of a whole tensor that was copied into `to_local()`, for
+            `load_state_dict` to take: the state itself, whose dtype may be another one, is as it
+            was until then.
+    """
+
+    given: Tensor | None = None
+
+    @staticmethod
+    def of(shard: ShardTensor) -> "StateShard":
+        """An entry for a tensor of the optimizer's state."""
+        entry: Any = StateShard(shard._local_tensor, shard.slices, shard.transport)
+        return entry  # type: ignore[no-any-return]
+
+    def to_local(self, *, grad_placements: object = None) -> Tensor:
+        """As that of a ShardTensor; a whole tensor may be copied into it too."""
+        local: _Local = self._local_tensor.as_subclass(_Local)
+        local.entry = self
+        return local
+
+
+class _Local(Tensor):
+    """A slice into which a whole tensor may be copied."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    entry: StateShard
+
+    def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
+        entry = self.entry
+        is_slice = src.shape == self.shape and src.dtype == self.dtype
+        if is_slice or tuple(src.shape) != entry.slices.shape:
+            return super().copy_(src, non_blocking)
+        assert entry.transport is not None
+        entry.given = entry.slices.cut(entry.slices.flatten(src), entry.transport.rank).clone()
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
