@@ -1,6 +1,6 @@
 """Masters follow what somebody else writes to parameters. Decides nothing about when."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +42,15 @@ class Masters:
                 parts.append((arena.parameter_run(run), arena.state_of(run.shard_offset, stop)))
         return parts
 
-    def look_at_writes(self) -> None:
-        """Take over what was written to parameters up to now."""
-        written = self.parameters.check()
-        self._reread(sorted(self.slot_of[p] for p in written if p in self.slot_of))
+    def look_at_writes(self, given: Collection[int] = ()) -> None:
+        """Take over what was written to parameters up to now.
+
+        Args:
+            given: slots whose masters are about to be loaded. They may be in place already: a
+                local state dict shares their memory, and torch's `dcp.load` fills it.
+        """
+        written = {self.slot_of[p] for p in self.parameters.check() if p in self.slot_of}
+        self._reread(sorted(written.difference(given)))
 
     # torch's `set_state_dict` loads the optimizer first and then the model. So the first write to a
     # parameter between the loading of its state and the next step is taken for the weights that the
@@ -53,8 +58,9 @@ class Masters:
 
     def load(self, slot: int, values: Tensor) -> None:
         """Set the masters of a slot, this rank's [n] fp32; see `restore_master`."""
+        values = values.clone()  # they may be the masters themselves, filled by `dcp.load`
         if not self._set(slot, values):
-            self._loaded[slot] = values.clone()
+            self._loaded[slot] = values
 
     def loaded_remainder(self, slot: int) -> None:
         """The lower halves of a slot's masters were loaded."""

@@ -26,7 +26,7 @@ from .param_groups import (
     other_tensors,
 )
 from .shard_tensor import ShardTensor
-from .state import check_groups, consolidate, load_slot, slices_of, state_of
+from .state import check_groups, consolidate, has_master, load_slot, slices_of, state_of
 from .state_shard import StateShard
 from .transport import connect, device_of
 from .wrappers import DDPGuard, unwrap
@@ -324,8 +324,6 @@ class AdamW(torch.optim.Optimizer):
         check_groups(self.param_groups, state_dict["param_groups"])
         engine = self.engine
         engine.check_can_step("load_state_dict")
-        # What the model's own load_state_dict wrote must not count as a later write.
-        engine.masters.look_at_writes()
         groups = list(zip(self.param_groups, state_dict["param_groups"], strict=True))
         loaded = {
             engine.slot_of[parameter]: state_dict["state"].get(key, {})
@@ -336,6 +334,8 @@ class AdamW(torch.optim.Optimizer):
         for group, saved in groups:
             check_group({**group, **saved})
         slices = {slot: slices_of(engine, slot, saved) for slot, saved in loaded.items()}
+        # What the model's own load_state_dict wrote must not count as a later write.
+        engine.masters.look_at_writes(given=[s for s, local in slices.items() if has_master(local)])
         for slot, local in slices.items():  # everything fits: now change it
             load_slot(engine, slot, local)
         for group, saved in groups:

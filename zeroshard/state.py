@@ -23,6 +23,7 @@ __all__ = [
     "SAVED_KEYS",
     "check_groups",
     "consolidate",
+    "has_master",
     "load_slot",
     "local_slice",
     "shown",
@@ -170,6 +171,11 @@ def slices_of(engine: Engine, slot: int, saved: Mapping[str, Any]) -> dict[str, 
             local[key] = read_moment(key, {key: local[key], f"{key}_scale": scale})
     local["step"] = torch.as_tensor(saved.get("step", 0), dtype=torch.float32).reshape(())
     return local
+
+
+def has_master(local: Mapping[str, Tensor]) -> bool:
+    """Whether what `slices_of` made of a saved state tells the masters."""
+    return "remainder" in local or "master" in local
 
 
 def load_slot(engine: Engine, slot: int, local: Mapping[str, Tensor]) -> None:

@@ -46,12 +46,12 @@ class _Local(Tensor):
 
     def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
         entry = self.entry
-        is_slice = src.shape == self.shape and src.dtype == self.dtype
-        if is_slice or tuple(src.shape) != entry.slices.shape:
-            return super().copy_(src, non_blocking)
-        assert entry.transport is not None
-        entry.given = entry.slices.cut(entry.slices.flatten(src), entry.transport.rank).clone()
-        return self
+        if tuple(src.shape) == entry.slices.shape:
+            assert entry.transport is not None
+            entry.given = entry.slices.cut(entry.slices.flatten(src), entry.transport.rank).clone()
+            if src.shape != self.shape or src.dtype != self.dtype:
+                return self
+        return super().copy_(src, non_blocking)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
