@@ -1,6 +1,7 @@
-# Everything one has to remember: make demo, make test, make check.
+# Everything one has to remember: make demo, make test, make test-integrations, make check.
 PYTHON ?= python3
 VENV   ?= .venv
+OTHERS ?= .venv-integrations
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 RANKS  ?= 2
@@ -8,12 +9,15 @@ OUT    ?= runs/gpu
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test gpu check types lint format pytest install clean
+.PHONY: demo test test-integrations gpu check types lint format pytest install clean
 
 demo: install  ## train a small language model under stages 0 to 3 on two ranks and compare
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) examples/finetune.py --compare --out runs/demo
 
 test: check pytest  ## lint, types and all tests
+
+test-integrations: $(OTHERS)/.installed  ## inside of other libraries' trainers, in an environment of their own
+	cd tests/integrations && $(abspath $(OTHERS))/bin/python -m pytest -q
 
 gpu:  ## tests and benchmarks that need a GPU, with the packages that $(PYTHON) has
 	PYTHONPATH=. $(PYTHON) -m pytest -q -m gpu
@@ -44,5 +48,11 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	touch $@
 
+$(OTHERS)/.installed: pyproject.toml tests/integrations/constraints.txt
+	test -x $(OTHERS)/bin/python || $(PYTHON) -m venv $(OTHERS)
+	$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[integrations]" -c tests/integrations/constraints.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs
+	rm -rf $(VENV) $(OTHERS) build dist *.egg-info runs

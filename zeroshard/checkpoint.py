@@ -5,7 +5,10 @@ Nothing in such a folder knows the number of ranks, the bucket size or the stage
 
 import io
 import os
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +54,7 @@ def save_optimizer(path: str | os.PathLike[str], model: nn.Module, optimizer: An
 
     Moments, masters and step counters are written as they are, with the options of the param
     groups. Weights are not: save them beside, and load them before. Nor are gradients that wait for
-    a step.
+    a step. What an earlier call wrote to the folder is removed first.
 
     Args:
         path: the folder, which every rank sees.
@@ -65,11 +68,14 @@ def save_optimizer(path: str | os.PathLike[str], model: nn.Module, optimizer: An
     engine = optimizer.engine
     with in_agreement(engine.transport, "save_optimizer"):
         engine.check_can_step("save_optimizer")
+        if engine.transport.is_first:
+            _clear(Path(path))
         names = _names_of(model, optimizer)
         engine.masters.look_at_writes()
         state = {names[p]: state_of(engine, slot) for p, slot in engine.slot_of.items()}
         content = {PREFIX: {"state": state, "param_groups": _named_groups(names, optimizer)}}
-    save(content, checkpoint_id=path, no_dist=not engine.transport.distributed)
+    with _as_asked():
+        save(content, checkpoint_id=path, no_dist=not engine.transport.distributed)
 
 
 @torch.no_grad()
@@ -110,6 +116,13 @@ def load_optimizer(path: str | os.PathLike[str], model: nn.Module, optimizer: An
         load_slot(engine, slot, local)
     for group, other in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in other.items() if key != "params"})
+
+
+def _clear(folder: Path) -> None:
+    """Remove an earlier checkpoint; what makes it one comes first, lest it be read half gone."""
+    (folder / ".metadata").unlink(missing_ok=True)
+    for file in folder.glob("*.distcp"):
+        file.unlink()
 
 
 def _names_of(model: nn.Module, optimizer: AdamW) -> dict[nn.Parameter, str]:
@@ -198,6 +211,14 @@ def _wanted(
             yield key, shown(engine, slices, local)
 
 
+@contextmanager
+def _as_asked() -> Iterator[None]:
+    """Without torch's guess why a rank reads or writes alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
 class _Planner(DefaultLoadPlanner):
     """Takes keys as they are, and no code out of a file."""
 
@@ -210,5 +231,6 @@ class _Planner(DefaultLoadPlanner):
 
 def _read(reader: FileSystemReader, wanted: dict[str, Any]) -> dict[str, Any]:
     """Fill the tensors of a flat state dict; alone, since each rank knows what it needs."""
-    load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
+    with _as_asked():
+        load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
     return wanted

@@ -29,6 +29,7 @@ from .storage import Arena, BufferPool
 from .tracing import traced
 from .transport import Op, Pending, Transport
 from .update import StepCounters, Updater, new_updaters
+from .wrappers import check_nothing_is_lost
 
 __all__ = ["Engine", "engines_of"]
 
@@ -176,7 +177,9 @@ class Engine:
 
     def adopt_unfrozen(self) -> None:
         """Take over parameters of our groups that were frozen until now."""
-        unfrozen = not_trained_yet(self.param_groups, self.slot_of, self.model())
+        newer = [other for other in _engines if other.number > self.number]  # who took them over
+        known = self.slot_of.keys() | {p for other in newer for p in other.slot_of}
+        unfrozen = not_trained_yet(self.param_groups, known, self.model())
         if not unfrozen:
             return
         first = len(self.slot_of)
@@ -203,18 +206,6 @@ class Engine:
             self.gradients.come_to_unit(again=self.modules.walk.was_done(unit))
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # the dearer one
             self._execute(event, unit)
-
-    def _unshard(self, unit: int) -> None:
-        self.sharding.enter(unit)
-
-    def _prefetch(self, _: int) -> None:
-        self.sharding.prefetch()
-
-    def _idle(self, unit: int) -> None:
-        self.sharding.leave(unit)
-
-    def _reshard(self, unit: int) -> None:
-        self.sharding.reshard(self.sharding.units[unit])
 
     def _reshard_all(self, _: int) -> None:
         self.sharding.reshard_all(self.modules.backward_ended())
@@ -288,6 +279,8 @@ class Engine:
         self.masters.forget_loaded()
         used, flags_are_valid = self.gradients.collect()
         if not used:
+            trained = {p for engine in _engines for p in engine.parameters.places}
+            check_nothing_is_lost(self.slot_of, trained, self.model())
             return
         self.parameters.check_values(self.gradients.parameters[slot] for slot in used)
         self.step_count += 1
@@ -425,7 +418,7 @@ class Engine:
         self.on_added = self.on_close = _nothing
 
 
-ACTIONS = {
+ACTIONS: dict[Action, Callable[[Engine, int], None]] = {
     Action.REDUCE: Engine._reduce,
     Action.DRAIN: Engine._drain,
     Action.LAUNCH: Engine._launch,
@@ -435,10 +428,10 @@ ACTIONS = {
     Action.RELEASE: Engine._release,
     Action.UPDATE: Engine._update,
     Action.GATHER: Engine._gather,
-    Action.UNSHARD: Engine._unshard,
-    Action.PREFETCH: Engine._prefetch,
-    Action.IDLE: Engine._idle,
-    Action.RESHARD: Engine._reshard,
+    Action.UNSHARD: lambda engine, unit: engine.sharding.enter(unit),
+    Action.PREFETCH: lambda engine, _: engine.sharding.prefetch(),
+    Action.IDLE: lambda engine, unit: engine.sharding.leave(unit),
+    Action.RESHARD: lambda engine, unit: engine.sharding.reshard(engine.sharding.units[unit]),
     Action.RESHARD_ALL: Engine._reshard_all,
 }
 

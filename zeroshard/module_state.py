@@ -14,6 +14,7 @@ from .errors import ConfigError, ShardTensorError
 from .modules import OwnHook
 from .parameters import Parameters, Place
 from .shard_tensor import ShardTensor
+from .storage import apart, slot_view
 from .transport import Transport
 
 __all__ = ["ModuleState", "ParameterShard"]
@@ -28,6 +29,12 @@ class ParameterShard(ShardTensor):
             "the other ranks' slices: save inside of `with zeroshard.gather(model):`, where "
             "state_dict() is whole, or with torch.distributed.checkpoint, which knows slices"
         )
+
+    def untyped_storage(self) -> Any:
+        """Refused, as pickling is: safetensors and others save what they find there."""
+        return self.__reduce_ex__(2)
+
+    storage = untyped_storage
 
 
 class ModuleState:
@@ -84,8 +91,12 @@ class ModuleState:
         """Put slices in the place of placeholders."""
         for name, place in self._places(module):
             key = prefix + name
-            if self.is_pinned(place) or state_dict.get(key) is place.parameter:
-                continue  # whole; or asked for with keep_vars=True, as the object that it is
+            if state_dict.get(key) is place.parameter:
+                continue  # asked for with keep_vars=True, as the object that it is
+            if key in state_dict and self.is_pinned(place):
+                spec = place.slot.spec
+                state_dict[key] = slot_view(apart(place.flat), spec.shape, spec.stride)
+                continue
             self.parameters.settle([place])
             if key in state_dict:
                 local = self.parameters.shard_of(place)

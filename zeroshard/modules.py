@@ -161,12 +161,13 @@ class ModuleHooks:
         task = torch._C._current_graph_task_id()
         if task != NO_BACKWARD and unit in self.walk.inside:
             return  # a recomputation of what backward is inside of
-        if task == NO_BACKWARD and self._outermost in (None, module):
+        calls_itself = unit in self._inside and _is_running(module)
+        if task == NO_BACKWARD and self._outermost in (None, module) and not calls_itself:
             self._outermost = module
             self._inside.clear()  # what an error left
             self.walk.inside.clear()
         if unit in self._inside:
-            self._inside[unit].depth += 1  # the module calls itself
+            self._inside[unit].depth += 1
             return
         if task != NO_BACKWARD:
             self.walk.come_to(task)
@@ -242,6 +243,21 @@ class ModuleHooks:
 # Disabling costs a call of 10 us, so only where something is being compiled.
 _before_in_eager = _disable_dynamo(ModuleHooks.before)
 _after_in_eager = _disable_dynamo(ModuleHooks.after)
+
+
+def _is_running(module: nn.Module) -> bool:
+    """Whether a call of the module is on the stack beside the one that begins.
+
+    Ctrl-C ends a forward without its hooks, so that we were inside does not say that we are.
+    """
+    calls, frame = 0, sys._getframe()
+    while frame is not None:
+        calls += frame.f_code is _CALL and frame.f_locals.get("self") is module
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls > 1
+
+
+_CALL = nn.Module._call_impl.__code__
 
 
 def _run_last(module: nn.Module, hook: int) -> None:

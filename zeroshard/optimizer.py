@@ -26,7 +26,7 @@ from .param_groups import (
     other_tensors,
 )
 from .shard_tensor import ShardTensor
-from .state import check_groups, consolidate, has_master, load_slot, slices_of, state_of
+from .state import ShownState, check_groups, consolidate, has_master, load_slot, slices_of
 from .state_shard import StateShard
 from .transport import connect, device_of
 from .wrappers import DDPGuard, unwrap
@@ -143,7 +143,8 @@ class AdamW(torch.optim.Optimizer):
             fused=fused,
         )
         self._engine: Engine | None = None
-        self._consolidated: dict[int, dict[str, Any]] | None = None
+        # Never assigned anew: wrappers that copy __dict__, as Lightning's, share it.
+        self._consolidated: list[dict[int, dict[str, Any]]] = []
         self._is_built = False
         super().__init__(params, defaults)
         for group in self.param_groups:
@@ -199,6 +200,7 @@ class AdamW(torch.optim.Optimizer):
             engine.close()
             raise
         self._engine = engine
+        self._shown = ShownState(engine)
         self._show_state(trainable)
 
     def _engine_closed(self, engine: Engine) -> None:
@@ -206,10 +208,8 @@ class AdamW(torch.optim.Optimizer):
             self.state.clear()
 
     def _show_state(self, parameters: Iterable[nn.Parameter]) -> None:
-        engine = self._engine
-        if engine is not None:
-            for parameter in parameters:
-                self.state[parameter] = state_of(engine, engine.slot_of[parameter])
+        if self._engine is not None:
+            self._shown.show(parameters, self.state)
 
     @property
     def engine(self) -> Engine:
@@ -241,8 +241,10 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._consolidated = None
-        self.engine.step()
+        self._consolidated.clear()
+        engine = self.engine
+        self._shown.take_over(self.state)
+        engine.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -277,7 +279,7 @@ class AdamW(torch.optim.Optimizer):
         After `consolidate_state_dict` the rank that it gathered to returns the whole state in the
         format of torch's AdamW. Otherwise every rank returns its slices as `ShardTensor`.
         """
-        if self._consolidated is None:
+        if not self._consolidated:
             local = super().state_dict()
             for key, entry in local["state"].items():
                 local["state"][key] = _as_entries(entry)
@@ -288,7 +290,7 @@ class AdamW(torch.optim.Optimizer):
             packed = super().state_dict()
         finally:
             self.state.update(mine)
-        packed["state"] = {key: dict(entry) for key, entry in self._consolidated.items()}
+        packed["state"] = {key: dict(entry) for key, entry in self._consolidated[0].items()}
         if is_updated_by_torch(self.engine):  # which takes the implementation from the file
             packed["param_groups"] = [dict(group, fused=True) for group in packed["param_groups"]]
         return packed
@@ -304,7 +306,7 @@ class AdamW(torch.optim.Optimizer):
         self.engine.check_can_step("consolidate_state_dict")
         parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
         whole = consolidate(self.engine, parameters, to)
-        self._consolidated = whole if self.engine.transport.rank == to else None
+        self._consolidated[:] = [whole] if self.engine.transport.rank == to else []
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -340,7 +342,7 @@ class AdamW(torch.optim.Optimizer):
             load_slot(engine, slot, local)
         for group, saved in groups:
             group.update({key: value for key, value in saved.items() if key != "params"})
-        self._consolidated = None
+        self._consolidated.clear()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -350,7 +352,7 @@ class AdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._engine = None
         self._is_built = True
-        self._consolidated = None
+        self._consolidated = []
         super().__setstate__(state)
 
     def __repr__(self) -> str:
@@ -442,5 +444,6 @@ def _refuse_trained(frozen: Sequence[tuple[str, nn.Parameter]], other: Engine) -
     if taken:
         raise ConfigError(
             f"{taken[0]!r} is trained by another zeroshard optimizer, which frees it when it sees "
-            "fit: under stage 3 use one optimizer, with a param group for each"
+            "fit: under stage 3 use one optimizer, with a param group for each. If you do not need "
+            "the other one any more, close() it: it lives as long as the parameters do"
         )

@@ -16,7 +16,7 @@ from .errors import ConfigError
 from .layout import Layout, ParamSpec, Slot
 from .meta import give_elements, is_untouched, leave_meta, return_to_meta
 from .shard_tensor import Slices
-from .storage import Arena, slot_view
+from .storage import Arena, apart, slot_view
 from .wrappers import Owners, owners_of
 
 __all__ = ["Parameters", "Place", "check_trainable", "dense_stride", "describe_parameter"]
@@ -109,7 +109,8 @@ class Place:
         self.parameter, self.slot, self.arena = parameter, slot, arena
         self.slices = Slices.of_slot(layout, slot.index)
         self.local_range = layout.local_range(slot.index, arena.rank)
-        self.view = slot_view(self.flat, slot.spec.shape, slot.spec.stride)
+        flat = apart(self.flat) if arena.shard is None else self.flat
+        self.view = slot_view(flat, slot.spec.shape, slot.spec.stride)
         self.placeholder: Tensor | None = None
         self.placeholder_ptr = 0
         if arena.shard is not None:

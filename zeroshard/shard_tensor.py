@@ -343,6 +343,8 @@ def _unpickle(local: Tensor, slices: tuple[Any, Any, Any], rank: int | None) -> 
     return loaded
 
 
+torch.serialization.add_safe_globals([_unpickle])  # for torch.load(weights_only=True)
+
 # Elementwise in effect although torch does not tag them as pointwise.
 ELEMENTWISE = {
     aten._to_copy,

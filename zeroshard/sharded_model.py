@@ -98,7 +98,9 @@ class ShardedModel:
                 f"stage 3 gathers parameters at the boundaries of modules, and {name!r} is in none "
                 "of the model's: pass the module that holds every parameter, complete, as model="
             )
-        return KEPT_WHOLE if parameter.numel() == 1 else self.plan.unit_of[parameter]
+        if parameter.numel() == 1 or parameter in self.plan.read_outside:
+            return KEPT_WHOLE
+        return self.plan.unit_of[parameter]
 
     def build_arena(
         self,

@@ -3,11 +3,13 @@
 A state dict is local unless `consolidate` made it whole; loading never communicates.
 """
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from .conversions import MASTERS, exact_master, read_moment, write_moment
@@ -21,6 +23,7 @@ from .storage import slot_view
 
 __all__ = [
     "SAVED_KEYS",
+    "ShownState",
     "check_groups",
     "consolidate",
     "has_master",
@@ -62,6 +65,65 @@ def shown(engine: Engine, slices: Slices, local: Tensor) -> Tensor:
     if engine.transport.distributed:
         return ShardTensor(local, slices, engine.transport)
     return slot_view(local, slices.shape, slices.stride)
+
+
+class ShownState:
+    """What `optimizer.state` shows, and what somebody put there instead.
+
+    Args:
+        engine: whose state it is.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._values: list[Any] = []  # of all entries, in order
+
+    def show(self, parameters: Iterable[nn.Parameter], state: dict[Any, Any]) -> None:
+        """Put the entries of parameters into `optimizer.state`."""
+        for parameter in parameters:
+            theirs = {k: v for k, v in state.get(parameter, {}).items() if k not in SAVED_KEYS}
+            ours = state_of(self.engine, self.engine.slot_of[parameter])
+            state[parameter] = {**theirs, **ours}
+        self._values = _values_of(state)
+
+    def take_over(self, state: dict[Any, Any]) -> None:
+        """Load what is in `optimizer.state` and is not ours: other tensors, or none.
+
+        An entry that lacks moments gets zeros, as in an optimizer that has not stepped.
+
+        Raises:
+            ConfigError: tensors that do not fit.
+        """
+        now = _values_of(state)
+        if len(now) == len(self._values) and all(map(operator.is_, now, self._values)):
+            return
+        ours = {id(value) for value in self._values}
+        changed = {
+            parameter: slices_of(self.engine, slot, _given(state.get(parameter, {}), ours))
+            for parameter, slot in self.engine.slot_of.items()
+            if not _is_shown(state.get(parameter, {}), ours)
+        }
+        for parameter, local in changed.items():
+            load_slot(self.engine, self.engine.slot_of[parameter], local)
+        self.show(changed, state)
+
+
+def _values_of(state: Mapping[Any, Any]) -> list[Any]:
+    return [*chain.from_iterable(e.values() for e in state.values() if isinstance(e, dict))]
+
+
+def _given(entry: Mapping[str, Any], ours: Collection[int]) -> dict[str, Any]:
+    """An entry without what was shown and goes with nothing that is new."""
+    shown = {key for key, value in entry.items() if id(value) in ours}
+    kept = {key for name in MOMENT_NAMES if name in shown for key in (name, f"{name}_scale")}
+    return {key: value for key, value in entry.items() if key in kept or key not in shown}
+
+
+def _is_shown(entry: Mapping[str, Any], ours: Collection[int]) -> bool:
+    """Whether an entry has what was shown, and nothing in its place; more of the user's may be."""
+    return "exp_avg" in entry and all(
+        id(value) in ours for key, value in entry.items() if key in SAVED_KEYS
+    )
 
 
 def master_of(engine: Engine, slot: int) -> ShardTensor | None:
@@ -208,7 +270,8 @@ def local_slice(engine: Engine, slices: Slices, value: Any, what: str) -> Tensor
         if value.saved_by not in (None, engine.transport.rank):
             raise ConfigError(
                 f"{what} was saved by rank {value.saved_by} and is loaded by rank "
-                f"{engine.transport.rank}: every rank must load the file that it saved itself"
+                f"{engine.transport.rank}: every rank must load the file that it saved itself. If "
+                "one rank alone saved, call consolidate_state_dict() on every rank before it does"
             )
         given = value.given if isinstance(value, StateShard) else None
         return value._local_tensor if given is None else given

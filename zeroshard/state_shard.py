@@ -4,6 +4,7 @@ torch's `set_optimizer_state_dict(full_state_dict=True)` fills a local state dic
 before it hands it to `load_state_dict`; with `broadcast_from_rank0` it copies them to `to_local()`.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -12,6 +13,10 @@ from torch import Tensor
 from .shard_tensor import ShardTensor
 
 __all__ = ["StateShard"]
+
+
+logger = logging.getLogger(__name__)
+_has_warned = False
 
 
 class StateShard(ShardTensor):
@@ -30,6 +35,19 @@ class StateShard(ShardTensor):
         """An entry for a tensor of the optimizer's state."""
         entry: Any = StateShard(shard._local_tensor, shard.slices, shard.transport)
         return entry  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        global _has_warned
+        transport = self.transport
+        is_first_of_many = transport is not None and transport.rank == 0 < transport.world_size - 1
+        if is_first_of_many and not _has_warned:
+            _has_warned = True
+            logger.warning(
+                "a state dict of optimizer slices is being pickled: the file is this rank's alone, "
+                "and every rank must save and load its own. For one whole file call "
+                "consolidate_state_dict() on every rank first"
+            )
+        return super().__reduce_ex__(protocol)
 
     def to_local(self, *, grad_placements: object = None) -> Tensor:
         """As that of a ShardTensor; a whole tensor may be copied into it too."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from .formats import Field
 from .layout import ArenaPlan, Run
 
-__all__ = ["Arena", "BufferPool", "on_device", "slot_view", "storage_nbytes"]
+__all__ = ["Arena", "BufferPool", "apart", "on_device", "slot_view", "storage_nbytes"]
 
 
 class Arena:
@@ -160,6 +160,16 @@ def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def apart(flat: Tensor) -> Tensor:
+    """The same memory, kept alive, behind a storage of its own.
+
+    Who saves parameters takes those that share a storage for tied ones, and writes one of them
+    (accelerate), or writes all of the storage with each (torch.save). So parameters share theirs
+    with nobody, wherever the memory behind them is not freed.
+    """
+    return torch.from_dlpack(flat) if flat.numel() else flat  # type: ignore[attr-defined]
 
 
 def slot_view(flat: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:

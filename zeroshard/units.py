@@ -25,12 +25,14 @@ class UnitPlan:
         lookups: units that are one embedding, whose backward reads indices and no weights.
         unit_of: parameter -> name of the innermost unit that contains all its users.
         owners: (module, name of its unit) for every module that holds a parameter itself.
+        read_outside: parameters that somebody reads outside of every forward.
     """
 
     modules: dict[str, nn.Module]
     lookups: frozenset[str] = frozenset()
     unit_of: dict[nn.Parameter, str] = field(default_factory=dict)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    read_outside: frozenset[nn.Parameter] = frozenset()
 
 
 def plan_units(model: nn.Module, choice: Sequence[type[nn.Module] | str] | None) -> UnitPlan:
@@ -54,7 +56,10 @@ def plan_units(model: nn.Module, choice: Sequence[type[nn.Module] | str] | None)
         if next(module.parameters(), None) is not None
     }
     lookups = frozenset(name for name, module in found.items() if type(module) is nn.Embedding)
-    plan = UnitPlan(modules={ROOT: model, **found}, lookups=lookups)
+    # PEFT takes prompts from the parameters themselves when it saves them.
+    prompts = [m for name, m in model.named_modules() if name.endswith("prompt_encoder")]
+    read_outside = frozenset(p for prompt in prompts for p in prompt.parameters())
+    plan = UnitPlan(modules={ROOT: model, **found}, lookups=lookups, read_outside=read_outside)
     names = {module: name for name, module in plan.modules.items()}
     chains: dict[nn.Parameter, tuple[str, ...]] = {}
     seen_owners = set()
@@ -142,8 +147,17 @@ def _discover(model: nn.Module) -> dict[str, nn.Module]:
         if type(module) is nn.Linear and module.out_features != rows:
             continue
         if _is_own_table(module, users) and _numel(module) >= little:
-            found[path] = module
+            path = _reader(path, outside)
+            found[path] = outside[path]
     return {path: module for path, module in model.named_modules() if path in found}
+
+
+def _reader(path: str, modules: Mapping[str, nn.Module]) -> str:
+    """Who reads the weight of a module: itself, or PEFT's wrappers, which need not call it."""
+    parent, _, name = path.rpartition(".")
+    if name in ("base_layer", "token_adapter") and parent in modules:
+        return _reader(parent, modules)
+    return path
 
 
 def _is_own_table(module: nn.Module, users: Mapping[Tensor, int]) -> bool:

@@ -9,7 +9,7 @@ average zeros. So where a DDP wraps the model its gradients are left alone.
 import gc
 import warnings
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch.nn as nn
@@ -18,7 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .errors import ConfigError
 
-__all__ = ["DDPGuard", "DDPWatch", "Owners", "owners_of", "strip_wrappers", "unwrap"]
+__all__ = [
+    "DDPGuard",
+    "DDPWatch",
+    "Owners",
+    "check_nothing_is_lost",
+    "owners_of",
+    "strip_wrappers",
+    "unwrap",
+]
 
 # What torch.compile and the checkpoint wrapper put into names.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -29,12 +37,16 @@ Owners = dict[nn.Parameter, list[tuple["weakref.ref[nn.Module]", str]]]
 class DDPWatch:
     """Knows every DDP instance that lives, whether made before this object or after it.
 
+    Args:
+        on_wrapping: called with a model that is about to be wrapped.
+
     Attributes:
         generation: changes whenever an instance is made or goes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_wrapping: Callable[[nn.Module], None]) -> None:
         self.generation = 0
+        self.on_wrapping = on_wrapping
         self._known: list[weakref.ref[DistributedDataParallel]] = []
         for module in live_modules():
             if isinstance(module, DistributedDataParallel):
@@ -44,6 +56,8 @@ class DDPWatch:
         def seen(module: nn.Module, name: str, child: Any) -> None:
             watch = this()
             if watch is not None and isinstance(module, DistributedDataParallel):
+                if isinstance(child, nn.Module):
+                    watch.on_wrapping(child)
                 watch._add(module)
 
         # DDP's constructor registers the wrapped model, which is how a later one is noticed.
@@ -83,12 +97,16 @@ class DDPGuard:
     """
 
     def __init__(self, parameters: Collection[nn.Parameter], *, refuse: bool = False) -> None:
-        self.watch = DDPWatch()
+        self.watch = DDPWatch(self._look_at)
         self.parameters = parameters
         self.refuse = refuse
         self.seen = -1
         self.answer = False
         self.warned = False
+
+    def _look_at(self, model: nn.Module) -> None:
+        if self.refuse and any(parameter in self.parameters for parameter in model.parameters()):
+            raise _refuse_ddp()
 
     def __call__(self) -> bool:
         if self.watch.generation != self.seen:
@@ -96,11 +114,7 @@ class DDPGuard:
             self.answer = self.watch.wraps(self.parameters)
             if self.answer and self.refuse:
                 self.seen = -1
-                raise ConfigError(
-                    "the model is wrapped in DistributedDataParallel, which needs whole parameters "
-                    "and gradients: remove the wrapper, stage 3 shards and reduces by itself; or "
-                    "use stage=1"
-                )
+                raise _refuse_ddp()
             if self.answer and not self.warned:
                 self.warned = True
                 warnings.warn(
@@ -110,6 +124,50 @@ class DDPGuard:
                     stacklevel=2,
                 )
         return self.answer
+
+
+def _refuse_ddp() -> ConfigError:
+    return ConfigError(
+        "the model is wrapped in DistributedDataParallel, which needs whole parameters and "
+        "gradients: remove the wrapper, stage 3 shards and reduces by itself; or use stage=1"
+    )
+
+
+def check_nothing_is_lost(
+    ours: Collection[nn.Parameter], trained: Collection[nn.Parameter], model: nn.Module | None
+) -> None:
+    """Of parameters none of which got a gradient: raise where the model trains others instead.
+
+    As when adapters were added, which freezes all the rest, behind the optimizer's back.
+
+    Args:
+        ours: the parameters of one optimizer.
+        trained: those of all zeroshard optimizers.
+        model: theirs, if it is known; else it is every live module that holds any.
+
+    Raises:
+        ConfigError: none of them requires a gradient, and others have one that nobody uses.
+    """
+    if any(parameter.requires_grad for parameter in ours):
+        return
+    roots = [model] if model is not None else [m for m in live_modules() if _holds(m, ours)]
+    lost = {
+        parameter: name
+        for root in roots
+        for name, parameter in root.named_parameters()
+        if parameter.grad is not None and parameter not in trained
+    }
+    if lost:
+        raise ConfigError(
+            "nothing was trained: no parameter of this optimizer requires a gradient any more, and "
+            f"{len(lost)} that have one are not in it, like {max(lost.values(), key=len)!r}. Build "
+            "the optimizer after what adds parameters to the model (as get_peft_model does), or "
+            "give them to add_param_group()"
+        )
+
+
+def _holds(module: nn.Module, parameters: Collection[nn.Parameter]) -> bool:
+    return any(parameter in parameters for parameter in module.parameters())
 
 
 def live_modules() -> Iterator[nn.Module]:

@@ -13,7 +13,6 @@ from models import assert_same, decay_groups, letter_batches, letters, train, we
 from ranks import run
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
