@@ -1992,7 +1992,7 @@ def test_a_wrapper_of_ddp_made_after_is_refused_at_once():
 
     def body(rank, world_size):
         pair = Pair(rank, world_size)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(ConfigError, match="DistributedDataParallel"):
             DistributedDataParallel(pair.model)
         pair.check("nothing has changed")
         pair.steps(1)

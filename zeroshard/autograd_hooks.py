@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from .tracing import untraced
 
 __all__ = ["AutogradHooks"]
 
@@ -52,10 +55,9 @@ class AutogradHooks:
         if parameter.dtype != torch.float32:
             parameter.grad_dtype = None  # a 16-bit parameter may have an fp32 gradient
         self.parameters.append(weakref.ref(parameter))
-        self.handles += [
-            parameter.register_hook(partial(_before, listener, slot)),
-            parameter.register_post_accumulate_grad_hook(partial(_after, self.listener, slot)),
-        ]
+        after = partial(_after, self.listener, slot)
+        last = parameter.register_post_accumulate_grad_hook(after)
+        self.handles += [parameter.register_hook(partial(_before, listener, slot, last)), last]
 
     def detach(self) -> None:
         """Remove every hook."""
@@ -94,11 +96,13 @@ class AutogradHooks:
             self.saw_nested = True
             node.register_hook(lambda *_: self._in_outermost())
 
+    @untraced
     def _in_outermost(self) -> None:
         self.task = torch._C._current_graph_task_id()
         self._tell(lambda listener: listener.backward_goes_on(self.task))
         autograd_engine.queue_callback(self._ended)
 
+    @untraced
     def _ended(self) -> None:
         self.task = -1
         self._tell(lambda listener: listener.backward_ended())
@@ -110,10 +114,15 @@ class AutogradHooks:
             say(listener)
 
 
-def _before(listener: Listener, slot: int, _: Tensor) -> None:
+@untraced
+def _before(listener: Listener, slot: int, last: RemovableHandle, _: Tensor) -> None:
+    hooks = last.hooks_dict_ref()
+    if hooks is not None and next(reversed(hooks)) != last.id:
+        hooks[last.id] = hooks.pop(last.id)  # behind the user's, who want to see `p.grad`
     listener.before_accumulation(slot)
 
 
+@untraced
 def _after(reference: "weakref.ref[Listener]", slot: int, _: Tensor) -> None:
     listener = reference()
     if listener is not None:

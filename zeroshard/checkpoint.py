@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -74,7 +75,7 @@ def save_optimizer(path: str | os.PathLike[str], model: nn.Module, optimizer: An
         engine.masters.look_at_writes()
         state = {names[p]: state_of(engine, slot) for p, slot in engine.slot_of.items()}
         content = {PREFIX: {"state": state, "param_groups": _named_groups(names, optimizer)}}
-    with _as_asked():
+    with _as_asked(path):
         save(content, checkpoint_id=path, no_dist=not engine.transport.distributed)
 
 
@@ -212,11 +213,15 @@ def _wanted(
 
 
 @contextmanager
-def _as_asked() -> Iterator[None]:
-    """Without torch's guess why a rank reads or writes alone."""
+def _as_asked(path: object) -> Iterator[None]:
+    """Without torch's guess why a rank works alone, and with errors that are Exceptions."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            _, (cause, _) = next(iter(error.failures.items()))
+            raise ConfigError(f"checkpoint {path}: {str(cause) or repr(cause)}") from cause
 
 
 class _Planner(DefaultLoadPlanner):
@@ -231,6 +236,6 @@ class _Planner(DefaultLoadPlanner):
 
 def _read(reader: FileSystemReader, wanted: dict[str, Any]) -> dict[str, Any]:
     """Fill the tensors of a flat state dict; alone, since each rank knows what it needs."""
-    with _as_asked():
+    with _as_asked(reader.path):
         load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
     return wanted

@@ -91,12 +91,13 @@ class Engine:
             scale=1 / transport.num_ranks if mean else 1.0,
             on_ready=lambda bucket: self._execute(Event.GRAD_READY, bucket),
             on_end=lambda: self._execute(Event.BACKWARD_END),
-            on_begin=self.parameters.check_kinds,
+            on_begin=self._backward_begins,
             on_closed=self.adopt_unfrozen,
             launches_by_unit=self.schedule.launches_by_unit,
         )
         self.param_groups: Sequence[dict[str, Any]] = ()
         self.model: Callable[[], nn.Module | None] = lambda: None  # where it is known, for names
+        self.on_backward: Callable[[], object] = _nothing  # one that synchronises begins
         self.on_added: Callable[[Sequence[nn.Parameter]], None] = _nothing
         self.on_close: Callable[[Engine], None] = _nothing
         self.step_count = 0
@@ -175,6 +176,16 @@ class Engine:
         wires = [wires_of(arena.plan.dtype, self.options.precision) for arena in self.arenas]
         self.gradients.attach(layout, self.arenas, parameters, wires)
 
+    def _backward_begins(self) -> None:
+        self.on_backward()
+        self.parameters.check_kinds()
+
+    def backward_without_gradients(self) -> None:
+        """Take part in a backward of the other ranks that reduces."""
+        self.gradients.begin(None)
+        self.gradients.close()
+        self.adopt_unfrozen()
+
     def adopt_unfrozen(self) -> None:
         """Take over parameters of our groups that were frozen until now."""
         newer = [other for other in _engines if other.number > self.number]  # who took them over
@@ -224,9 +235,6 @@ class Engine:
             for bucket in arena.plan.buckets
             if arena in self.arenas
         )
-
-    def _drain_others(self, bucket: int) -> None:
-        self._reduced(self.gradients.reducer.drain_others(bucket))
 
     def _free_gradients(self, _: int) -> None:
         self.gradients.shards.free_unused(self.gradients.parameters)
@@ -422,7 +430,7 @@ ACTIONS: dict[Action, Callable[[Engine, int], None]] = {
     Action.REDUCE: Engine._reduce,
     Action.DRAIN: Engine._drain,
     Action.LAUNCH: Engine._launch,
-    Action.DRAIN_OTHERS: Engine._drain_others,
+    Action.DRAIN_OTHERS: lambda e, bucket: e._reduced(e.gradients.reducer.drain_others(bucket)),
     Action.FREE_GRADIENTS: Engine._free_gradients,
     Action.WAIT: Engine._wait,
     Action.RELEASE: Engine._release,

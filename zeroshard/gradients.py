@@ -153,7 +153,7 @@ class Gradients:
             self.unsynced[slot] = grad._version
             return
         self.hooks.call_at_end()
-        backward = self.backward or self._begin(self._task)
+        backward = self.backward or self.begin(self._task)
         arena = self.shards.arena_of(slot)
         if not (arena.is_whole or arena.is_reached):
             raise GradientError(unreached(self.layout.slots[slot].spec))
@@ -174,7 +174,7 @@ class Gradients:
         self.hooks.call_at_end()
         self._may_be_late |= again
         if self.synchronise and self.backward is None and self.hooks.will_accumulate():
-            self._begin(self._task)
+            self.begin(self._task)
 
     def launch(self, buckets: Iterable[int]) -> None:
         """Launch those of the buckets that were not, with zeros for what has no gradient."""
@@ -214,7 +214,8 @@ class Gradients:
 
     # --- a backward, from its first gradient to its end
 
-    def _begin(self, task: int | None) -> Backward:
+    def begin(self, task: int | None) -> Backward:
+        """A backward that synchronises has begun, in graph task `task`."""
         self.on_begin()
         if self._checked_versions != self.shards.versions():
             self._flags_are_valid = False
@@ -332,7 +333,7 @@ class Gradients:
 
     def reduce_local(self, slots: Sequence[int]) -> None:
         """Reduce gradients that this rank made before their parameters were ours."""
-        backward = self._begin(None)
+        backward = self.begin(None)
         buckets = {bucket for slot in slots for bucket in self.layout.buckets_of_slot[slot]}
         backward.waiting = deque(bucket for bucket in backward.waiting if bucket in buckets)
         backward.is_whole = False

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.compiler import is_dynamo_compiling
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import ConfigError
 from .schedule import Event
+from .tracing import untraced
 from .walk import NO_BACKWARD, BackwardWalk, Use
 
 __all__ = ["ModuleHooks", "OwnHook"]
@@ -67,8 +66,7 @@ class _Before(OwnHook):
         self.hooks = hooks
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        before = _before_in_eager if is_dynamo_compiling() else ModuleHooks.before
-        before(self.hooks, self.unit, module, args, kwargs)
+        self.hooks.before(self.unit, module, args, kwargs)
 
 
 class _After(OwnHook):
@@ -77,8 +75,7 @@ class _After(OwnHook):
         self.hooks = hooks
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        after = _after_in_eager if is_dynamo_compiling() else ModuleHooks.after
-        after(self.hooks, self.unit, module, output)
+        self.hooks.after(self.unit, module, output)
 
 
 class ModuleHooks:
@@ -151,8 +148,11 @@ class ModuleHooks:
 
     # --- forward
 
+    @untraced
     def before(self, unit: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module is about to run."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise ConfigError(_refuse_transforms(module))
         if unit in self._inside and self._inside[unit].module is not module:
             return
         if module not in self.ends:
@@ -177,6 +177,7 @@ class ModuleHooks:
         if torch.is_grad_enabled():
             self._watch_inputs(unit, use, (args, kwargs))
 
+    @untraced
     def after(self, unit: int, module: nn.Module, output: Any) -> None:
         """A module has run, or raised."""
         if unit not in self._inside or self._inside[unit].module is not module:
@@ -222,6 +223,7 @@ class ModuleHooks:
             givers.append((unit, use))
         return bool(watched)
 
+    @untraced
     def _reach(self, givers: list[tuple[int, Use]], _: Tensor) -> None:
         """Backward has come to a tensor that these uses of units gave out."""
         for unit, use in reversed(givers):
@@ -238,11 +240,6 @@ class ModuleHooks:
                 use.inputs.append((tensor, tensor._version))
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(partial(self.walk.leave, unit, use))
-
-
-# Disabling costs a call of 10 us, so only where something is being compiled.
-_before_in_eager = _disable_dynamo(ModuleHooks.before)
-_after_in_eager = _disable_dynamo(ModuleHooks.after)
 
 
 def _is_running(module: nn.Module) -> bool:
@@ -280,6 +277,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for entry in dataclasses.fields(value):
             yield from _tensors(getattr(value, entry.name, None))
+
+
+def _refuse_transforms(module: nn.Module) -> str:
+    return (
+        f"{type(module).__name__} was called inside of torch.func.grad, vmap or another transform, "
+        "whose parameters stage 3 cannot gather there: transform a copy that was made inside of "
+        "`with zeroshard.gather(model):`, or use stage=2"
+    )
 
 
 def _gives_parameters(module: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,6 +18,7 @@ from .accounts import is_updated_by_torch, memory_of, summary_of
 from .config import Options, Precision
 from .engine import Engine, engines_of
 from .errors import ConfigError, GradientError
+from .join import UnevenInputs, share_options
 from .param_groups import (
     check_group,
     describe_groups,
@@ -25,7 +28,6 @@ from .param_groups import (
     not_trained_yet,
     other_tensors,
 )
-from .shard_tensor import ShardTensor
 from .state import ShownState, check_groups, consolidate, has_master, load_slot, slices_of
 from .state_shard import StateShard
 from .transport import connect, device_of
@@ -34,7 +36,7 @@ from .wrappers import DDPGuard, unwrap
 __all__ = ["AdamW"]
 
 
-class AdamW(torch.optim.Optimizer):
+class AdamW(torch.optim.Optimizer, UnevenInputs):
     """AdamW with optimizer state, gradients and parameters sharded over the data-parallel ranks.
 
     Put it in the place of ``torch.optim.AdamW``; the model is not wrapped. After ``backward()``
@@ -173,6 +175,7 @@ class AdamW(torch.optim.Optimizer):
             engine.model = weakref.ref(model)
         engine.on_added = self._show_state
         engine.on_close = self._engine_closed
+        self.notice_backwards(engine)
         on_meta = [name for p, name in every.items() if p.is_meta]
         description = {**options.describe(), **describe_groups(self.param_groups)}
         listed = ", ".join(on_meta[:3]) + (" ..." if len(on_meta) > 3 else "")
@@ -223,6 +226,7 @@ class AdamW(torch.optim.Optimizer):
 
     # --- what torch.optim.Optimizer has
 
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient.
@@ -244,9 +248,12 @@ class AdamW(torch.optim.Optimizer):
         self._consolidated.clear()
         engine = self.engine
         self._shown.take_over(self.state)
+        if self._join_config.enable:
+            share_options(engine, has_inputs=True)
         engine.step()
         return loss
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; also ends what an exception in backward left under way."""
         if self._engine is not None:
@@ -279,20 +286,21 @@ class AdamW(torch.optim.Optimizer):
         After `consolidate_state_dict` the rank that it gathered to returns the whole state in the
         format of torch's AdamW. Otherwise every rank returns its slices as `ShardTensor`.
         """
-        if not self._consolidated:
-            local = super().state_dict()
-            for key, entry in local["state"].items():
-                local["state"][key] = _as_entries(entry)
-            return local
-        mine = dict(self.state)
+        hooks = self._optimizer_state_dict_post_hooks
+        self._optimizer_state_dict_post_hooks = OrderedDict()  # they are for what we return
         try:
-            self.state.clear()
             packed = super().state_dict()
         finally:
-            self.state.update(mine)
-        packed["state"] = {key: dict(entry) for key, entry in self._consolidated[0].items()}
-        if is_updated_by_torch(self.engine):  # which takes the implementation from the file
-            packed["param_groups"] = [dict(group, fused=True) for group in packed["param_groups"]]
+            self._optimizer_state_dict_post_hooks = hooks
+        if self._consolidated:
+            packed["state"] = {key: dict(entry) for key, entry in self._consolidated[0].items()}
+            if is_updated_by_torch(self.engine):  # which takes the implementation from the file
+                packed["param_groups"] = [dict(g, fused=True) for g in packed["param_groups"]]
+        else:
+            packed["state"] = {k: StateShard.entries(e) for k, e in packed["state"].items()}
+        for hook in hooks.values():
+            replaced = hook(self, packed)
+            packed = packed if replaced is None else replaced
         return packed
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -428,14 +436,6 @@ class AdamW(torch.optim.Optimizer):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-
-
-def _as_entries(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of one parameter for a state dict, which can be given whole tensors."""
-    return {
-        key: StateShard.of(value) if isinstance(value, ShardTensor) else value
-        for key, value in state.items()
-    }
 
 
 def _refuse_trained(frozen: Sequence[tuple[str, nn.Parameter]], other: Engine) -> None:

@@ -272,6 +272,9 @@ class ShardTensor(DTensor):
             whole = whole.view(torch.bfloat16)
         return DTensor.from_local(whole, mesh, placements, run_check=False)
 
+    def __copy__(self) -> "ShardTensor":
+        return self.like(self._local_tensor)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardTensor":
         return self.like(self._local_tensor.clone())
 

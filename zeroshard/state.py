@@ -115,8 +115,9 @@ def _values_of(state: Mapping[Any, Any]) -> list[Any]:
 def _given(entry: Mapping[str, Any], ours: Collection[int]) -> dict[str, Any]:
     """An entry without what was shown and goes with nothing that is new."""
     shown = {key for key, value in entry.items() if id(value) in ours}
-    kept = {key for name in MOMENT_NAMES if name in shown for key in (name, f"{name}_scale")}
-    return {key: value for key, value in entry.items() if key in kept or key not in shown}
+    for name in ("step", *(name for name in MOMENT_NAMES if name in shown)):
+        shown -= {name, f"{name}_scale"}
+    return {key: value for key, value in entry.items() if key not in shown}
 
 
 def _is_shown(entry: Mapping[str, Any], ours: Collection[int]) -> bool:

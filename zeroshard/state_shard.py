@@ -36,6 +36,13 @@ class StateShard(ShardTensor):
         entry: Any = StateShard(shard._local_tensor, shard.slices, shard.transport)
         return entry  # type: ignore[no-any-return]
 
+    @staticmethod
+    def entries(state: Any) -> Any:
+        """The state of one parameter as entries of a state dict; anything else as it is."""
+        if not isinstance(state, dict):
+            return state
+        return {k: StateShard.of(v) if isinstance(v, ShardTensor) else v for k, v in state.items()}
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         global _has_warned
         transport = self.transport

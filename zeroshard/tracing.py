@@ -1,10 +1,19 @@
-"""Named ranges in a profiler's trace."""
+"""Named ranges in a profiler's trace, and functions that torch.compile must not trace."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._compile import _disable_dynamo
+from torch.compiler import is_dynamo_compiling
 
-__all__ = ["traced"]
+__all__ = ["traced", "untraced"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -14,3 +23,20 @@ def traced(name: str) -> AbstractContextManager[object]:
     if torch.autograd.profiler._is_profiler_enabled:
         return torch.profiler.record_function(name)
     return _NOTHING
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, for which torch.compile breaks the graph.
+
+    torch's own way of saying so costs every call 10 us, so only where something is being compiled:
+    here, or by whoever called what called us, where torch gave up on this frame.
+    """
+    in_eager: Callable[P, R] = _disable_dynamo(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if is_dynamo_compiling() or get_eval_frame_callback() is not None:
+            return in_eager(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .schedule import Event
+from .tracing import untraced
 
 __all__ = ["NO_BACKWARD", "BackwardWalk", "Use"]
 
@@ -116,6 +117,7 @@ class BackwardWalk:
             self._told.add(unit)
             self.raise_event(Event.UNIT_DONE, unit)
 
+    @untraced
     def leave(self, unit: int, use: Use, *_: Any) -> None:
         """Backward is done with a use, if it was inside of it."""
         uses = self.inside.get(unit, [])

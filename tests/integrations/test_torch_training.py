@@ -1,5 +1,6 @@
 """torch itself: compilation, uneven inputs, averages, checkpointing, functional calls, profiles."""
 
+import copy
 import warnings
 
 import pytest
@@ -518,21 +519,25 @@ def test_functional_gradients_are_those_of_backward_on_this_rank():
 @tried(
     "`torch.func.grad` and other transforms of a sharded module",
     stages="3",
-    result="refused: take a plain copy inside of `zeroshard.gather`",
+    result="refused: transform a copy that was made inside of `zeroshard.gather`",
 )
-def test_transforms_of_a_sharded_module_are_refused_and_training_goes_on():
+def test_transforms_of_a_sharded_module_are_refused_and_a_copy_takes_them():
     def body(rank, world_size):
         script = start(3)
         with zeroshard.gather(script.model):
-            held = {name: p.detach().clone() for name, p in script.model.named_parameters()}
+            plain = copy.deepcopy(script.model)
+        held = {name: p.detach() for name, p in plain.named_parameters()}
         batch = batch_of(rank, 0)
 
-        def loss(held):
-            return loss_of(lambda ids: functional_call(script.model, held, (ids,)), batch)
+        def gradients(model):
+            return torch.func.grad(
+                lambda held: loss_of(lambda ids: functional_call(model, held, (ids,)), batch)
+            )(held)
 
         with pytest.raises(ConfigError, match="gather"):
-            torch.func.grad(loss)(held)
+            gradients(script.model)
         script.train(rank, [0])
+        assert_same(gradients(plain), gradients(start(0).model), "a plain copy")
 
     run(body)
 
