@@ -29,7 +29,7 @@ class Consumer:
 
     @property
     def version(self):
-        return importlib.metadata.version(self.package)
+        return importlib.metadata.version(self.package).partition("+")[0]  # without the build
 
 
 @dataclass(frozen=True)
