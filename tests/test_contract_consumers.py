@@ -1,14 +1,27 @@
 """What trainers and other libraries do to an optimizer and its model, beside stepping it."""
 
 import copy
+import gc
 import io
 import logging
+import multiprocessing.reduction
+import weakref
 
 import pytest
 import torch
-from models import assert_same, decay_groups, gathered, letter_batches, letters, train, weights
+from models import (
+    assert_ranks_agree,
+    assert_same,
+    decay_groups,
+    gathered,
+    letter_batches,
+    letters,
+    train,
+    weights,
+)
 from ranks import run
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
@@ -302,6 +315,10 @@ def test_a_step_that_trains_nothing_while_the_model_trains_others_raises(stage, 
         loss_of_ones(model).backward()
         with pytest.raises(ConfigError, match=r"nothing was trained.*2 that.*adapter\.weight"):
             optimizer.step()
+        other = torch.optim.SGD(model.adapter.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.step()  # what another optimizer trains is not lost
+        del other
         optimizer.add_param_group({"params": model.adapter.parameters()})
         before = weights(model)
         loss_of_ones(model).backward()
@@ -385,5 +402,281 @@ def test_a_module_that_calls_itself_is_whole_to_its_end_with_and_without_gradien
             with pytest.raises(KeyboardInterrupt), torch.no_grad():
                 model(x)
             model.interrupts = False
+
+    run(body)
+
+
+# --- param_groups
+
+
+# Lightning's BaseFinetuning assigns param_groups at every resume, and Accelerate passes it on.
+@stages
+def test_assigned_param_groups_are_those_that_steps_read(stage):
+    def change(model, optimizer):
+        one, two = optimizer.param_groups
+        moved = two["params"][0]
+        optimizer.param_groups = [
+            {**one, "params": [*one["params"][1:], moved], "lr": 3e-3},
+            {**two, "params": [*two["params"][1:]]},
+        ]  # one parameter is in another group, and one in none
+
+    def body(rank, world_size):
+        batches = letter_batches(rank)
+        plain = letters()
+        replica = DistributedDataParallel(plain)
+        reference = torch.optim.AdamW(decay_groups(plain), lr=1e-2, fused=True)
+        model, optimizer = build(stage)
+        for what in (None, change):
+            for each, its_model in ((reference, plain), (optimizer, model)):
+                if what is not None:
+                    what(its_model, each)
+            expected = train(plain, reference, batches[:2], forward=replica)
+            assert_same(train(model, optimizer, batches[:2]), expected, f"after {what}")
+            for group in (reference.param_groups[0], optimizer.param_groups[0]):
+                group["params"][0], group["params"][1] = group["params"][1], group["params"][0]
+        for each in (reference, optimizer):
+            each.param_groups[0]["lr"] = 0.0
+            each.param_groups[0]["weight_decay"] = 0.0
+        expected = train(plain, reference, batches[2:4], forward=replica)
+        assert_same(train(model, optimizer, batches[2:4]), expected, "lr of the new group")
+
+    run(body)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_groups_can_be_added_to_assigned_ones(stage):
+    def body(rank, world_size):
+        model = Adapted()
+        model.adapter = nn.Linear(4, 4)
+        optimizer = zeroshard.AdamW(model.base.parameters(), model=model, stage=stage)
+        optimizer.param_groups = [{**group} for group in optimizer.param_groups]
+        optimizer.add_param_group({"params": model.adapter.parameters()})
+        before = weights(model)
+        loss_of_ones(model).backward()
+        optimizer.step()
+        after = weights(model)
+        assert not any(torch.equal(after[name], before[name]) for name in before)
+
+    run(body)
+
+
+# --- copies of slices
+
+
+def test_copies_of_slices_know_what_they_are():
+    def body(rank, world_size):
+        model, optimizer = build(3)
+        for copied in (
+            model.state_dict()["embed.weight"].clone(),
+            copy.deepcopy(model.state_dict())["embed.weight"],
+        ):
+            with pytest.raises(ShardTensorError, match=r"zeroshard\.gather"):
+                torch.save(copied, io.BytesIO())
+        train(model, optimizer, letter_batches(rank)[:1])
+        entry = optimizer.state_dict()["state"][0]["exp_avg"]
+        entry.to_local().copy_(torch.full(entry.shape, 2.0))
+        assert copy.deepcopy(entry).given.eq(2).all()
+        gradients = zeroshard.ShardTensor
+        loss = model(letter_batches(rank)[0]).sum()
+        loss.backward()
+        copied = copy.copy(model.embed.weight.grad)
+        assert isinstance(copied, gradients)
+        assert copied.norm() == model.embed.weight.grad.norm()
+
+    run(body)
+
+
+# --- memory
+
+
+@stages
+def test_a_closed_optimizer_holds_no_state(stage):
+    def body(rank, world_size):
+        model, optimizer = build(stage)
+        train(model, optimizer, letter_batches(rank)[:1])
+        state = next(iter(optimizer.state.values()))["exp_avg"]
+        reference = weakref.ref(getattr(state, "_local_tensor", state))
+        del state
+        optimizer.close()
+        gc.collect()
+        assert reference() is None
+
+    run(body)
+
+
+def test_shared_memory_does_not_come_between_a_parameter_and_its_optimizer():
+    def body(rank, world_size):
+        expected = None
+        for share in (lambda model: None, lambda model: model.share_memory()):
+            model, optimizer = build(2)
+            train(model, optimizer, letter_batches(rank)[:1])
+            share(model)
+            multiprocessing.reduction.ForkingPickler.dumps(model.state_dict())
+            got = train(model, optimizer, letter_batches(rank)[1:3])
+            if expected is not None:
+                assert_same(got, expected, "shared")
+            expected = got
+
+    run(body)
+
+
+def test_a_sharded_model_may_be_moved_to_where_it_is():
+    def body(rank, world_size):
+        model, optimizer = build(3)
+        train(model, optimizer, letter_batches(rank)[:1])
+        before = weights(model)
+        model.to("cpu:0")
+        with zeroshard.gather(model):
+            assert_same({n: p.detach() for n, p in model.named_parameters()}, before, "weights")
+        model.embed.weight.data = model.embed.weight.data * 0.5  # of a placeholder
+        with pytest.raises(ConfigError, match="the write is lost"):
+            train(model, optimizer, letter_batches(rank)[:1])
+
+    run(body)
+
+
+# --- what is loaded is what counts
+
+
+@stages
+def test_a_load_replaces_what_was_put_into_optimizer_state(stage):
+    def body(rank, world_size):
+        batches = letter_batches(rank)
+        model, optimizer = build(stage)
+        start = train(model, optimizer, batches[:2])
+        saved = copy.deepcopy(optimizer.state_dict())
+        expected = train(model, optimizer, batches[2:])
+        for spoil in (
+            lambda model, state: state.clear(),
+            lambda model, state: state[model.gain].update(exp_avg=torch.ones(())),
+        ):
+            model, optimizer = build(stage, seed=9)
+            model.load_state_dict({**start, "head.weight": start["embed.weight"]})
+            spoil(model, optimizer.state)
+            optimizer.load_state_dict(copy.deepcopy(saved))
+            assert all(state["step"] == 2 for state in optimizer.state.values())
+            assert_same(train(model, optimizer, batches[2:]), expected, "weights")
+
+    run(body)
+
+
+def test_what_was_put_into_optimizer_state_is_saved_and_survives_new_groups():
+    def body(rank, world_size):
+        model = Adapted()
+        model.adapter = nn.Linear(4, 4)
+        optimizer = zeroshard.AdamW(model.base.parameters(), model=model)
+        weight = model.base.weight
+        optimizer.state[weight]["step"] = torch.tensor(5.0)
+        optimizer.consolidate_state_dict()
+        if rank == 0:
+            assert optimizer.state_dict()["state"][0]["step"] == 5
+        optimizer.state[weight]["step"] = torch.tensor(6.0)
+        optimizer.add_param_group({"params": model.adapter.parameters()})
+        loss_of_ones(model).backward()
+        optimizer.step()
+        assert optimizer.state[weight]["step"] == 7
+
+        a, b = model.base.weight, model.adapter.weight  # of one shape
+        optimizer.state[a]["exp_avg"] = torch.full((4, 4), 1.0)
+        optimizer.state[b]["exp_avg"] = torch.full((4, 4), 2.0)
+        optimizer._shown.take_over(optimizer.state)
+        optimizer.state[a], optimizer.state[b] = optimizer.state[b], optimizer.state[a]
+        optimizer._shown.take_over(optimizer.state)
+        assert optimizer.state[a]["exp_avg"].full_tensor().eq(2).all()
+        assert optimizer.state[b]["exp_avg"].full_tensor().eq(1).all()
+
+    run(body)
+
+
+def test_state_of_a_frozen_parameter_is_taken_over_when_it_is_trained():
+    def body(rank, world_size):
+        model = Adapted()
+        model.base.bias.requires_grad_(False)
+        optimizer = zeroshard.AdamW(model, stage=2)
+        optimizer.state[model.base.bias]["step"] = torch.tensor(7.0)
+        model.base.bias.requires_grad_(True)
+        loss_of_ones(model).backward()
+        optimizer.step()
+        assert optimizer.state[model.base.bias]["step"] == 8
+        assert optimizer.state[model.base.weight]["step"] == 1
+
+    run(body)
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_a_split_state_becomes_any_master_whichever_is_loaded_first(master):
+    def body(rank, world_size):
+        model, optimizer = build(2, dtype=torch.bfloat16)
+        train(model, optimizer, letter_batches(rank)[:3])
+        start = weights(model)
+        start["head.weight"] = start["embed.weight"]
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.consolidate_state_dict()
+        expected = optimizer.state_dict()["state"] if rank == 0 else {}
+        for optimizer_first in (False, True):
+            precision = zeroshard.Precision(master=master)
+            model, optimizer = build(2, seed=9, dtype=torch.bfloat16, precision=precision)
+            if optimizer_first:
+                optimizer.load_state_dict(saved)
+            model.load_state_dict(start)
+            if not optimizer_first:
+                optimizer.load_state_dict(saved)
+            optimizer.consolidate_state_dict()
+            got = optimizer.state_dict()["state"] if rank == 0 else {}
+            for position, entry in expected.items():
+                assert torch.equal(got[position]["master"], entry["master"]), optimizer_first
+
+    run(body)
+
+
+def test_a_write_that_is_no_load_starts_new_masters_also_before_the_first_step():
+    def body(rank, world_size):
+        model, optimizer = build(2, dtype=torch.bfloat16)
+        train(model, optimizer, letter_batches(rank)[:2])
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        with torch.no_grad():
+            model.embed.weight.fill_(1.0)
+        optimizer.engine.masters.look_at_writes()
+        slot = optimizer.engine.slot_of[model.embed.weight]
+        for _, state in optimizer.engine.masters.local_parts(slot):
+            assert not state["remainder"].any()
+
+    run(body)
+
+
+# --- Join
+
+
+def with_steps(model, optimizer, batches, scheduler=None):
+    for batch in batches:
+        model(batch[:, :-1]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def test_ranks_that_ran_out_of_inputs_take_the_options_of_the_others():
+    def body(rank, world_size):
+        batches = letter_batches(rank)
+        model, optimizer = build(2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        with Join([optimizer]):
+            with_steps(model, optimizer, batches[: 1 + 2 * rank], scheduler)
+        assert optimizer.param_groups[0]["lr"] == 1e-2 / 8
+        assert_ranks_agree(weights(model), "weights")
+        # The first rank's scheduler goes on from where it was: that is noticed on every rank.
+        scheduler.step()
+        with pytest.raises(ConfigError, match="different options"), Join([optimizer]):
+            with_steps(model, optimizer, batches[:2], scheduler)
+
+    run(body)
+
+
+def test_joining_over_two_optimizers_is_refused():
+    def body(rank, world_size):
+        one, two = build(2), build(2)
+        with pytest.raises(ConfigError, match="several joinables"), Join([one[1], two[1]]):
+            with_steps(*two, letter_batches(rank)[:1])
 
     run(body)

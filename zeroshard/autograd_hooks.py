@@ -117,7 +117,7 @@ class AutogradHooks:
 @untraced
 def _before(listener: Listener, slot: int, last: RemovableHandle, _: Tensor) -> None:
     hooks = last.hooks_dict_ref()
-    if hooks is not None and next(reversed(hooks)) != last.id:
+    if hooks is not None and last.id in hooks and next(reversed(hooks)) != last.id:
         hooks[last.id] = hooks.pop(last.id)  # behind the user's, who want to see `p.grad`
     listener.before_accumulation(slot)
 

@@ -25,6 +25,7 @@ from .param_groups import not_trained_yet
 from .parameters import Parameters
 from .schedule import Action, Event, compile_schedule
 from .sharded_model import ShardedModel
+from .step_plan import StepPlan
 from .storage import Arena, BufferPool
 from .tracing import traced
 from .transport import Op, Pending, Transport
@@ -73,9 +74,8 @@ class Engine:
         self.slot_of: dict[nn.Parameter, int] = {}
         self.counters = StepCounters()
         self.scalars = SlotScalars(0, torch.device("cpu"))
-        self._work: list[tuple[int, list[int]]] = []  # arena and buckets to update in one go
+        self.plan = StepPlan()
         self._coefficient: Tensor | None = None
-        self._planned_for: tuple[list[int], list[int]] = ([], [])
         self.parameters = Parameters(transport.rank)
         self.masters = Masters(self.parameters, transport)
         # Without a process group there is nobody to share parameters with.
@@ -84,6 +84,7 @@ class Engine:
             options, transport, self.parameters, self.shards_parameters, self._at_module
         )
         self.sharding, self.modules = self.sharded.sharding, self.sharded.hooks
+        self.sharded.state.on_loaded = self.masters.weights_loaded
         mean = options.reduction == "mean"
         self.gradients = Gradients(
             transport=transport,
@@ -95,7 +96,8 @@ class Engine:
             on_closed=self.adopt_unfrozen,
             launches_by_unit=self.schedule.launches_by_unit,
         )
-        self.param_groups: Sequence[dict[str, Any]] = ()
+        self.groups: Callable[[], Sequence[dict[str, Any]]] = tuple  # the optimizer's, as of now
+        self._idle_steps = 0  # since anything was trained
         self.model: Callable[[], nn.Module | None] = lambda: None  # where it is known, for names
         self.on_backward: Callable[[], object] = _nothing  # one that synchronises begins
         self.on_added: Callable[[Sequence[nn.Parameter]], None] = _nothing
@@ -157,6 +159,7 @@ class Engine:
             arena = self.sharded.build_arena(plan, formats[plan.index], layout, by_slot)
             self.arenas.append(arena)
         self.parameters.find_owners()
+        self.sharded.state.watch(self.parameters.owning_modules())
         self.layout, self.formats = layout, list(formats)
         self.slot_of.update((parameter, slot) for slot, parameter in by_slot.items())
         self.masters.attach(layout, self.arenas, self.slot_of)
@@ -169,10 +172,10 @@ class Engine:
             layout,
             self.counters,
             self.scalars,
-            [first_block[parameter] for parameter in self.slot_of],
+            [first_block.get(parameter, 0) for parameter in self.slot_of],
             gathers=self.transport.distributed,
         )
-        self._planned_for = ([], [])
+        self.plan.attach(layout, self.arenas, self.updaters, self.slot_of, self.scalars)
         wires = [wires_of(arena.plan.dtype, self.options.precision) for arena in self.arenas]
         self.gradients.attach(layout, self.arenas, parameters, wires)
 
@@ -188,9 +191,11 @@ class Engine:
 
     def adopt_unfrozen(self) -> None:
         """Take over parameters of our groups that were frozen until now."""
+        unfrozen = not_trained_yet(self.param_groups, self.slot_of, self.model())
+        if not unfrozen:
+            return
         newer = [other for other in _engines if other.number > self.number]  # who took them over
-        known = self.slot_of.keys() | {p for other in newer for p in other.slot_of}
-        unfrozen = not_trained_yet(self.param_groups, known, self.model())
+        unfrozen = [u for u in unfrozen if all(u[1] not in other.slot_of for other in newer)]
         if not unfrozen:
             return
         first = len(self.slot_of)
@@ -198,6 +203,11 @@ class Engine:
         self.on_added([parameter for _, parameter in unfrozen])
         if self.transport.distributed and not self.gradients.ddp_owns_gradients():
             self.gradients.reduce_local(range(first, len(self.slot_of)))
+
+    @property
+    def param_groups(self) -> Sequence[dict[str, Any]]:
+        """torch's param groups, which anybody may replace."""
+        return self.groups()
 
     @property
     def device(self) -> torch.device:
@@ -267,7 +277,7 @@ class Engine:
 
     def _update(self, _: int) -> None:
         """Update every bucket that has a gradient; gathers start while the next ones update."""
-        for arena, buckets in self._work:
+        for arena, buckets in self.plan.work:
             with traced("zeroshard::update"):
                 self.updaters[arena].update(
                     buckets, self.param_groups, self._found_inf, self._coefficient
@@ -286,16 +296,20 @@ class Engine:
         self.masters.look_at_writes()
         self.masters.forget_loaded()
         used, flags_are_valid = self.gradients.collect()
+        used = self.plan.in_groups(used, self.param_groups)
         if not used:
-            trained = {p for engine in _engines for p in engine.parameters.places}
-            check_nothing_is_lost(self.slot_of, trained, self.model())
+            self._idle_steps += 1
+            if self._idle_steps & (self._idle_steps - 1) == 0:  # rarely: it looks at all that lives
+                trained = {p for engine in _engines for p in engine.parameters.places}
+                check_nothing_is_lost(self.slot_of, trained, self.model())
             return
+        self._idle_steps = 0
         self.parameters.check_values(self.gradients.parameters[slot] for slot in used)
         self.step_count += 1
         self._clip(used)
         self._found_inf = self._agree_to_skip(flags_are_valid)
         self.counters.advance(used, self._found_inf)
-        self._plan(used)
+        self.plan.renew(used, self.param_groups, scalars=self._reads_scalars)
         if self._reads_scalars:
             self.scalars.refresh(self.param_groups, self.counters.counts, self._found_inf)
         self._execute(Event.STEP)
@@ -348,30 +362,6 @@ class Engine:
         agree_on_flag(found, self.transport, self.step_count)
         self.skips.add(found)
         return found
-
-    def _plan(self, used: list[int]) -> None:
-        """Which pieces of which buckets to update; the same as in the last step mostly."""
-        planned_for = (used, [len(group["params"]) for group in self.param_groups])
-        if planned_for == self._planned_for:
-            return
-        with_gradient = set(used)
-        group_of = {
-            self.slot_of[parameter]: number
-            for number, group in enumerate(self.param_groups)
-            for parameter in group["params"]
-            if self.slot_of.get(parameter) in with_gradient
-        }
-        self._work = []
-        for number, (arena, updater) in enumerate(zip(self.arenas, self.updaters, strict=True)):
-            buckets = [
-                bucket.index
-                for bucket in arena.plan.buckets
-                if not with_gradient.isdisjoint(self.layout.slots_of_bucket[bucket.index])
-            ]
-            self._work += [(number, together) for together in updater.plan(group_of, buckets)]
-        if self._reads_scalars:
-            self.scalars.plan(group_of)
-        self._planned_for = planned_for
 
     # --- what else the optimizer offers
 

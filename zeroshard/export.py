@@ -7,6 +7,7 @@ import copy
 import ctypes
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,7 +27,12 @@ from .initialise import persistent_buffers
 from .weight_files import WEIGHTS_NAME, Entry, WeightFile
 from .wrappers import strip_wrappers, unwrap
 
-__all__ = ["export_weights"]
+__all__ = ["export_weights", "move_export"]
+
+# Groups: kind, number of a part, format, index. Alone or as an index it makes weights readable.
+_WEIGHTS = re.compile(
+    r"(model|pytorch_model|adapter_model)(-\d{5}-of-\d{5})?\.(bin|safetensors)(\.index\.json)?"
+)
 
 
 def export_weights(
@@ -228,6 +234,46 @@ def _replace(path: Path, complete: Path) -> None:
         complete = before
     with suppress(OSError):  # the next export removes it
         _remove(complete)
+
+
+def move_export(source: Path, target: Path) -> None:
+    """Move what `export_weights` wrote into a folder where other files stay.
+
+    Older weights of the same kind are removed, whatever their format and number of files. What
+    makes them readable goes first and what makes the new ones so comes last: when this is
+    interrupted there are older weights, or new ones, or none, and never some of each.
+
+    Args:
+        source: the export, which is gone afterwards; on the same file system.
+        target: the folder.
+    """
+    files = [file for file in source.rglob("*") if file.is_file()]
+    files.sort(key=lambda file: _WEIGHTS.fullmatch(file.name) is not None and not _is_part(file))
+    moves = [(file, target / file.relative_to(source)) for file in files]
+    older = [
+        file
+        for folder in {new.parent for _, new in moves}
+        for file in folder.glob("*")
+        if _WEIGHTS.fullmatch(file.name) and file.is_file()
+    ]
+    of_adapters = any(file.name.startswith("adapter_model") for file in files)
+    for file in sorted(older, key=_preference):
+        if file.name.startswith("adapter_model") == of_adapters:
+            file.unlink()
+    for file, new in moves:
+        new.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(new)
+    shutil.rmtree(source)
+
+
+def _is_part(file: Path) -> bool:
+    return "-of-" in file.name
+
+
+def _preference(file: Path) -> tuple[bool, bool, bool]:
+    """What `from_pretrained` reads rather than another file comes after it, and parts last."""
+    is_index = file.name.endswith(".json")
+    return _is_part(file), ".safetensors" in file.name, not is_index
 
 
 def _remove(path: Path) -> None:

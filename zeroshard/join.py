@@ -6,7 +6,6 @@ gives no gradients, and in one step.
 
 import math
 from abc import abstractmethod
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +29,31 @@ class UnevenInputs(Joinable):
 
     def notice_backwards(self, engine: Engine) -> None:
         """Tell the context, where there is one, of every backward that reduces."""
+        self._join: dict[str, Any] = {}  # shared by wrappers that copy __dict__, as Lightning's
         Joinable.__init__(self)
-        engine.on_backward = partial(Join.notify_join_context, self)
+        engine.on_backward = self._notify
+
+    @property
+    def _join_config(self) -> Any:
+        """What the context asks of its joinables; it assigns this."""
+        return self._join["config"]
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        self._join["config"] = config
+
+    def _notify(self) -> None:
+        self.check_alone()
+        Join.notify_join_context(self)
+
+    def check_alone(self) -> None:
+        """Raise where the context holds another joinable before this one."""
+        if self._join_config.enable and not self._join_config.is_first_joinable:
+            raise ConfigError(
+                "Join: several joinables would communicate in another order on ranks that have "
+                "joined: use one optimizer, with a param group for each, and no wrapper around the "
+                "model"
+            )
 
     def join_hook(self, **_: Any) -> JoinHook:
         """What a rank does that has no inputs left.
@@ -79,6 +101,7 @@ class _Hook(JoinHook):
     def main_hook(self) -> None:
         """Take part in one iteration of the others."""
         engine: Engine = self.optimizer.engine
+        self.optimizer.check_alone()
         notify, engine.on_backward = engine.on_backward, _nothing
         try:
             engine.backward_without_gradients()
@@ -88,6 +111,10 @@ class _Hook(JoinHook):
         engine.step()
         self.optimizer.zero_grad()
 
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All ranks have joined."""
+        share_options(self.optimizer.engine, has_inputs=is_last_joiner)
+
 
 @torch.no_grad()
 def share_options(engine: Engine, *, has_inputs: bool) -> None:
@@ -96,15 +123,26 @@ def share_options(engine: Engine, *, has_inputs: bool) -> None:
     Args:
         engine: whose param groups.
         has_inputs: whether this rank goes on.
+
+    Raises:
+        ConfigError: those that go on differ; on every rank.
     """
     options = torch.tensor([_numbers(group) for group in engine.param_groups], dtype=torch.float64)
+    both = torch.stack([options, -options])
     if not has_inputs:
-        options.fill_(-math.inf)
-    options = options.to(engine.device)
-    engine.transport.all_reduce(options, "max", op=Op("options")).wait()
+        both.fill_(-math.inf)
+    both = both.to(engine.device)
+    engine.transport.all_reduce(both, "max", op=Op("options")).wait()
+    largest, smallest = both[0].tolist(), (-both[1]).tolist()
+    if largest != smallest:
+        raise ConfigError(
+            "Join: ranks that have inputs have different options (lr, betas, eps, weight decay): "
+            f"from {smallest} to {largest}. After an epoch of uneven inputs bring the schedulers "
+            "of all ranks to the same step"
+        )
     if has_inputs:
         return
-    for group, values in zip(engine.param_groups, options.tolist(), strict=True):
+    for group, values in zip(engine.param_groups, largest, strict=True):
         lr, beta1, beta2, eps, weight_decay = values
         group.update(betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
         if isinstance(group["lr"], torch.Tensor):

@@ -1,11 +1,11 @@
 """Masters follow what somebody else writes to parameters. Decides nothing about when."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .conversions import reread_master, restore_master
+from .conversions import MASTERS, reread_master, restore_master
 from .layout import Layout
 from .parameters import Parameters
 from .storage import Arena
@@ -24,7 +24,7 @@ class Masters:
 
     def __init__(self, parameters: Parameters, transport: Transport) -> None:
         self.parameters, self.transport = parameters, transport
-        self._loaded: dict[int, Tensor | None] = {}  # by slot: masters, None for lower halves
+        self._loaded: dict[int, Tensor] = {}  # by slot: masters fp32, or their lower halves int16
 
     def attach(
         self, layout: Layout, arenas: Sequence[Arena], slot_of: Mapping[nn.Parameter, int]
@@ -52,33 +52,68 @@ class Masters:
         written = {self.slot_of[p] for p in self.parameters.check() if p in self.slot_of}
         self._reread(sorted(written.difference(given)))
 
-    # torch's `set_state_dict` loads the optimizer first and then the model. So the first write to a
-    # parameter between the loading of its state and the next step is taken for the weights that the
-    # state belongs to, and its masters stay as they were loaded.
+    # torch's `set_state_dict` loads the optimizer first and then the model. So what a module's
+    # `load_state_dict` writes between the loading of a parameter's state and the next step are the
+    # weights that the state belongs to, and its masters become what was loaded. Any other write
+    # starts new masters.
 
     def load(self, slot: int, values: Tensor) -> None:
         """Set the masters of a slot, this rank's [n] fp32; see `restore_master`."""
-        values = values.clone()  # they may be the masters themselves, filled by `dcp.load`
+        # A copy: they may be the masters themselves, filled by `dcp.load`.
+        values = values.to(torch.float32, copy=True)
         if not self._set(slot, values):
             self._loaded[slot] = values
 
-    def loaded_remainder(self, slot: int) -> None:
-        """The lower halves of a slot's masters were loaded."""
-        self._loaded[slot] = None
+    def load_remainder(self, slot: int, low: Tensor) -> None:
+        """Set the masters of a slot by their lower halves, this rank's [n] int16."""
+        self._loaded[slot] = low.clone()
+        self._set_remainder(slot, low)
 
-    def forget_loaded(self) -> None:
-        """A step begins: later writes are new weights."""
-        self._loaded.clear()
+    def forget_loaded(self, slot: int | None = None) -> None:
+        """Later writes are new weights, of one slot or, where a step begins, of all."""
+        if slot is None:
+            self._loaded.clear()
+        else:
+            self._loaded.pop(slot, None)
+
+    def weights_loaded(self, parameters: Collection[nn.Parameter]) -> None:
+        """A module's `load_state_dict` has just written to parameters."""
+        for parameter in self.parameters.take_written(parameters):
+            slot = self.slot_of.get(parameter)
+            values = self._loaded.get(slot) if slot is not None else None
+            if slot is None:
+                continue
+            if values is None:
+                self._reread([slot])
+            elif values.dtype == torch.int16:
+                self._set_remainder(slot, values)
+            else:
+                self._set(slot, values)
 
     def _set(self, slot: int, values: Tensor) -> bool:
         """Whether the parameter is their rounding; where it is not, it stands."""
-        taken, fits = 0, True
-        for parameter, state in self.local_parts(slot):
-            part = values[taken : taken + parameter.numel()].to(parameter.device, torch.float32)
+        fits = True
+        for part, parameter, state in self._parts(slot, values):
             restore_master(part, parameter, state)
             fits &= torch.equal(part.to(parameter.dtype), parameter)
-            taken += parameter.numel()
         return fits
+
+    def _set_remainder(self, slot: int, low: Tensor) -> None:
+        for part, parameter, state in self._parts(slot, low):
+            if "remainder" in state:
+                state["remainder"].copy_(part)
+            elif "master" in state and parameter.dtype == torch.bfloat16:
+                state["master"].copy_(MASTERS["split"].load(parameter, {"remainder": part}))
+
+    def _parts(
+        self, slot: int, values: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        """(values, parameter, state) of each of this rank's runs of a slot."""
+        taken = 0
+        for parameter, state in self.local_parts(slot):
+            part = values[taken : taken + parameter.numel()].to(parameter.device)
+            yield part, parameter, state
+            taken += parameter.numel()
 
     def refresh(self) -> None:
         """Re-read every master from its parameter."""
@@ -87,11 +122,7 @@ class Masters:
 
     def _reread(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            if slot in self._loaded:
-                values = self._loaded.pop(slot)
-                if values is not None:
-                    self._set(slot, values)
-                continue
+            self._loaded.pop(slot, None)
             for parameter, state in self.local_parts(slot):
                 reread_master(parameter, state, torch.ones_like(parameter, dtype=torch.bool))
 

@@ -4,7 +4,8 @@ Both are local: the one shows this rank's slices, the other keeps this rank's sl
 given. Everything else about them is torch's own.
 """
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 
 from .errors import ConfigError, ShardTensorError
 from .modules import OwnHook
-from .parameters import Parameters, Place
+from .parameters import Parameters
+from .place import Place
 from .shard_tensor import ShardTensor
 from .storage import apart, slot_view
 from .transport import Transport
@@ -58,7 +60,19 @@ class ModuleState:
     ) -> None:
         self.parameters, self.transport = parameters, transport
         self.is_pinned, self.free, self.may_copy = is_pinned, free, may_copy
+        self.on_loaded: Callable[[Collection[nn.Parameter]], None] = _nothing
         self.handles: list[Any] = []
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Hook modules all of whose parameters are whole, if they are not hooked already."""
+        for module in modules:
+            if module not in self._watched and not self._sharded(module):
+                self._watched.add(module)
+                self.handles += [
+                    module.register_state_dict_post_hook(_Hook(self._show, _always, 0)),
+                    module.register_load_state_dict_post_hook(_Hook(self._loaded, _always, 0)),
+                ]
 
     def attach(self, module: nn.Module, unit: int) -> None:
         """Hook one module, whose parameters are in a unit."""
@@ -80,25 +94,30 @@ class ModuleState:
         self.handles.clear()
 
     def _places(self, module: nn.Module) -> list[tuple[str, Place]]:
-        """The module's own sharded parameters, by attribute."""
+        """The module's own parameters that live in arenas, by attribute."""
         known = self.parameters.places
-        places = [(n, known[p]) for n, p in module._parameters.items() if p in known]
-        return [(name, place) for name, place in places if place.arena.shard is not None]
+        return [(name, known[p]) for name, p in module._parameters.items() if p in known]
+
+    def _sharded(self, module: nn.Module) -> list[tuple[str, Place]]:
+        """Those of them that are sharded."""
+        return [(n, place) for n, place in self._places(module) if place.arena.shard is not None]
 
     def _show(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        """Put slices in the place of placeholders."""
+        """Put slices in the place of placeholders, and tensors of their own in that of views."""
         for name, place in self._places(module):
             key = prefix + name
-            if state_dict.get(key) is place.parameter:
+            value = state_dict.get(key)
+            if value is place.parameter:
                 continue  # asked for with keep_vars=True, as the object that it is
-            if key in state_dict and self.is_pinned(place):
-                spec = place.slot.spec
-                state_dict[key] = slot_view(apart(place.flat), spec.shape, spec.stride)
+            if place.arena.shard is None or self.is_pinned(place):
+                if value is not None and value.data_ptr() == place.view.data_ptr():
+                    spec = place.slot.spec
+                    state_dict[key] = slot_view(apart(place.flat), spec.shape, spec.stride)
                 continue
             self.parameters.settle([place])
-            if key in state_dict:
+            if value is not None:
                 local = self.parameters.shard_of(place)
                 state_dict[key] = ParameterShard(local, place.slices, self.transport)
 
@@ -107,7 +126,7 @@ class ModuleState:
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any, **__: Any
     ) -> None:
         """Keep this rank's slices, and leave torch a copy of each parameter onto itself to do."""
-        for name, place in self._places(module):
+        for name, place in self._sharded(module):
             key = prefix + name
             value = state_dict.get(key)
             if not isinstance(value, torch.Tensor) or value.shape != place.parameter.shape:
@@ -115,7 +134,7 @@ class ModuleState:
             self.parameters.settle([place])
             if isinstance(value, ShardTensor):
                 self._check_slices(key, place, value)
-                local = value.to_local()
+                local = value._local_tensor
             else:
                 flat = place.slices.flatten(value.detach().to(place.view.dtype))
                 local = place.slices.cut(flat, self.parameters.rank)
@@ -138,6 +157,11 @@ class ModuleState:
                 self._check_slices(prefix + place.name, place, value)
 
     def _check_slices(self, key: str, place: Place, value: ShardTensor) -> None:
+        if value.saved_by not in (None, self.parameters.rank):
+            raise ConfigError(
+                f"{key} is the slice of rank {value.saved_by}, loaded by rank "
+                f"{self.parameters.rank}: every rank must load its own, or a whole state dict"
+            )
         if not value.slices.same_as(place.slices):
             raise ConfigError(
                 f"{key} was saved as slices for {len(value.slices.by_rank)} ranks or another "
@@ -151,9 +175,18 @@ class ModuleState:
             )
 
     def _loaded(self, module: nn.Module, _: Any) -> None:
-        """Note which parameters torch has copied onto themselves."""
-        for _, place in self._places(module):
+        """Note which parameters torch has copied onto themselves, and which it has written to."""
+        for _, place in self._sharded(module):
             place.version = place.parameter._version
+        self.on_loaded([place.parameter for _, place in self._places(module)])
+
+
+def _always(unit: int) -> bool:
+    return True
+
+
+def _nothing(_: Collection[nn.Parameter]) -> None:
+    pass
 
 
 class _Hook(OwnHook):

@@ -58,8 +58,7 @@ class AdamW(torch.optim.Optimizer, UnevenInputs):
         stage: 1 (optimizer state sharded; full gradients and communication buffers live until
             backward ends, the buffers longer), 2 (a gradient is freed once it is reduced) or 3
             (a parameter is whole only around the forward and the backward of its unit).
-        model: the module, where `params` is not one: stage 3 needs it; else for names in messages,
-            and buffers in `sync_init`.
+        model: the module, where `params` is not one: for stage 3, for names, and for its buffers.
         mesh: a DeviceMesh (1-D: shard; 2-D: replicate x shard), a process group, or None for the
             default group.
         precision: see `Precision`.
@@ -170,7 +169,8 @@ class AdamW(torch.optim.Optimizer, UnevenInputs):
         named = in_forward_order(self.param_groups, model)
         transport = connect(mesh, device)
         engine = Engine(options, transport)
-        engine.param_groups = self.param_groups
+        engine.groups = lambda: self.param_groups
+        self._shown = ShownState(engine)
         if model is not None:
             engine.model = weakref.ref(model)
         engine.on_added = self._show_state
@@ -203,16 +203,15 @@ class AdamW(torch.optim.Optimizer, UnevenInputs):
             engine.close()
             raise
         self._engine = engine
-        self._shown = ShownState(engine)
         self._show_state(trainable)
 
     def _engine_closed(self, engine: Engine) -> None:
         if self._engine is engine:
             self.state.clear()
+            self._shown.forget()
 
     def _show_state(self, parameters: Iterable[nn.Parameter]) -> None:
-        if self._engine is not None:
-            self._shown.show(parameters, self.state)
+        self._shown.show(parameters, self.state)
 
     @property
     def engine(self) -> Engine:
@@ -312,6 +311,7 @@ class AdamW(torch.optim.Optimizer, UnevenInputs):
             to: rank in the shard group.
         """
         self.engine.check_can_step("consolidate_state_dict")
+        self._shown.take_over(self.state)
         parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
         whole = consolidate(self.engine, parameters, to)
         self._consolidated[:] = [whole] if self.engine.transport.rank == to else []
@@ -350,6 +350,7 @@ class AdamW(torch.optim.Optimizer, UnevenInputs):
             load_slot(engine, slot, local)
         for group, saved in groups:
             group.update({key: value for key, value in saved.items() if key != "params"})
+        self._shown.show_all(self.state)
         self._consolidated.clear()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

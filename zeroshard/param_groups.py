@@ -3,7 +3,9 @@
 Reads them only.
 """
 
+import operator
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from .errors import ConfigError
 
 __all__ = [
+    "Membership",
     "check_group",
     "describe_groups",
     "describe_others",
@@ -19,6 +22,25 @@ __all__ = [
     "in_forward_order",
     "other_tensors",
 ]
+
+
+class Membership:
+    """Which parameters are in which group, and whether that has changed.
+
+    Lists may be replaced, and parameters moved, at any time, as by trainers that resume.
+    """
+
+    def __init__(self) -> None:
+        self.members: list[nn.Parameter] = []
+        self._lengths: list[int] = []
+
+    def has_changed(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether it has since the last question."""
+        lengths = [len(group["params"]) for group in groups]
+        members = [*chain.from_iterable(group["params"] for group in groups)]
+        same = lengths == self._lengths and all(map(operator.is_, members, self.members))
+        self.members, self._lengths = members, lengths
+        return not same
 
 
 def check_group(group: dict[str, Any]) -> None:

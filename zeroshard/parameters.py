@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import ConfigError
-from .layout import Layout, ParamSpec, Slot
+from .layout import Layout, ParamSpec
 from .meta import give_elements, is_untouched, leave_meta, return_to_meta
-from .shard_tensor import Slices
-from .storage import Arena, apart, slot_view
+from .place import Place
+from .storage import Arena
 from .wrappers import Owners, owners_of
 
-__all__ = ["Parameters", "Place", "check_trainable", "dense_stride", "describe_parameter"]
+__all__ = ["Parameters", "check_trainable", "dense_stride", "describe_parameter"]
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -75,83 +75,6 @@ def check_trainable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 _abandoned: Any = WeakIdKeyDictionary()  # without values, of optimizers that were closed
-
-
-class Place:
-    """Where one parameter lives: its slot of an arena, and what its `.data` is now.
-
-    Attributes:
-        local_range: [start, stop) of the arena's shard.
-        view: of the arena's whole parameters; readable while these have memory.
-        placeholder: what `.data` is while they have none: one NaN with strides of 0, which keeps
-            shape and dtype and refuses most writes. None where the arena is never freed.
-        data_ptr: of what `.data` should be.
-        is_hidden: whether that is the placeholder.
-        version: of the parameter, when it was looked at last.
-    """
-
-    __slots__ = (
-        "arena",
-        "data_ptr",
-        "is_hidden",
-        "local_range",
-        "number",
-        "parameter",
-        "placeholder",
-        "placeholder_ptr",
-        "slices",
-        "slot",
-        "version",
-        "view",
-    )
-
-    def __init__(self, parameter: nn.Parameter, slot: Slot, arena: Arena, layout: Layout) -> None:
-        self.parameter, self.slot, self.arena = parameter, slot, arena
-        self.slices = Slices.of_slot(layout, slot.index)
-        self.local_range = layout.local_range(slot.index, arena.rank)
-        flat = apart(self.flat) if arena.shard is None else self.flat
-        self.view = slot_view(flat, slot.spec.shape, slot.spec.stride)
-        self.placeholder: Tensor | None = None
-        self.placeholder_ptr = 0
-        if arena.shard is not None:
-            self.number = arena.plan.slots.index(slot)
-            self.renew_placeholder(arena.placeholders)
-        self.show()
-        self.version = parameter._version
-
-    @property
-    def name(self) -> str:
-        """The parameter's name in the module, or in the param groups."""
-        return self.slot.spec.name
-
-    @property
-    def flat(self) -> Tensor:
-        """[slot.numel] of the arena's whole parameters."""
-        return self.arena.parameters[self.slot.offset : self.slot.offset + self.slot.numel]
-
-    def renew_placeholder(self, elements: Tensor) -> None:
-        """Show one of `elements` (NaN) from now on, whoever still shows the one before."""
-        shape = self.slot.spec.shape
-        start = elements.storage_offset() + self.number
-        self.placeholder = elements.as_strided(shape, (0,) * len(shape), start)
-        self.placeholder_ptr = self.placeholder.data_ptr()
-
-    def renew_view(self) -> None:
-        """The arena's whole parameters are in another storage now."""
-        self.view = slot_view(self.flat, self.slot.spec.shape, self.slot.spec.stride)
-
-    def show(self) -> None:
-        """Let the parameter be the view of its slot."""
-        self.parameter.data = self.view
-        self.data_ptr = self.view.data_ptr()
-        self.is_hidden = False
-
-    def hide(self) -> None:
-        """Let the parameter be its placeholder."""
-        assert self.placeholder is not None
-        self.parameter.data = self.placeholder
-        self.data_ptr = self.placeholder_ptr
-        self.is_hidden = True
 
 
 class Parameters:
@@ -211,6 +134,11 @@ class Parameters:
         """Look up which modules hold the parameters, to notice when one is replaced."""
         self.owners = owners_of(self.places)
 
+    def owning_modules(self) -> list[nn.Module]:
+        """Each once."""
+        found = [reference() for owners in self.owners.values() for reference, _ in owners]
+        return list(dict.fromkeys(module for module in found if module is not None))
+
     # --- what was written from outside
 
     def check(self) -> list[nn.Parameter]:
@@ -229,6 +157,12 @@ class Parameters:
         self._notice_values()
         written, self._written = self._written, {}
         return list(written)
+
+    def take_written(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """As `check`, of some of them and nothing else."""
+        ours = [parameter for parameter in parameters if parameter in self.places]
+        self.settle(self.places[parameter] for parameter in ours)
+        return [p for p in ours if self._written.pop(p, False) is None]
 
     def settle(self, places: Iterable[Place]) -> None:
         """Bring what was written to `places` into their arenas, and note it.
@@ -262,7 +196,7 @@ class Parameters:
                     lost.append(place)
         if lost:
             for place in lost:
-                place.arena.placeholders.fill_(torch.nan)
+                place.arena.renew_placeholders()
             raise ConfigError(_written_while_sharded([place.name for place in lost]))
 
     def check_placeholders(self, arena: Arena, places: Iterable[Place]) -> None:
@@ -271,12 +205,12 @@ class Parameters:
         Elsewhere the host would have to wait; there such a write is gone from here on.
         """
         if arena.device.type != "cpu":
-            arena.placeholders.fill_(torch.nan)
+            arena.renew_placeholders()
             return
         if arena.shows_placeholders():
             return
         written = arena.written_placeholders()
-        arena.placeholders.fill_(torch.nan)
+        arena.renew_placeholders()
         names = [p.name for p in places if p.arena is arena and written[p.number]]
         raise ConfigError(_written_while_sharded(names))
 
@@ -290,6 +224,8 @@ class Parameters:
         else:
             if data.numel() and bool(data.isnan().all()):
                 place.hide()
+                if place.arena.is_copy_of_placeholder(data):  # as by model.to("cpu:0")
+                    return
                 raise ConfigError(_written_while_sharded([place.name]))
             local = place.slices.cut(place.slices.flatten(data), self.rank)
             self.shard_of(place).copy_(local)

@@ -39,8 +39,8 @@ aten = torch.ops.aten
 class RaggedShard(Partial):
     """The placement of a ShardTensor: a contiguous range of storage order, not of any dimension.
 
-    To torch it is partial: the whole tensor is the sum over ranks of their slices among zeros. A
-    plain DTensor of this placement, as `distribute_tensor` makes it, still is the whole tensor.
+    To torch it is partial: the whole tensor is the sum over ranks of their slices among zeros. But
+    a plain DTensor of this placement, as `distribute_tensor` makes it, has all of it on each rank.
     """
 
     def _partition_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
@@ -285,8 +285,8 @@ class ShardTensor(DTensor):
         return (_unpickle, (self._local_tensor.detach().clone(), slices, rank))
 
     def like(self, local: Tensor) -> "ShardTensor":
-        """A ShardTensor of the same slices around another local tensor."""
-        other = ShardTensor(local, self.slices, self.transport)
+        """A tensor of the same kind and slices around another local tensor."""
+        other = type(self)(local, self.slices, self.transport)
         other.saved_by = self.saved_by
         return other
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from .errors import ConfigError
 from .layout import Bucket
-from .parameters import Parameters, Place
+from .parameters import Parameters
+from .place import Place
 from .storage import Arena
 from .tracing import traced
 from .transport import Op, Pending, Transport

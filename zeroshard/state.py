@@ -4,7 +4,7 @@ A state dict is local unless `consolidate` made it whole; loading never communic
 """
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from .conversions import MASTERS, exact_master, read_moment, write_moment
+from .conversions import exact_master, read_moment, write_moment
 from .engine import Engine
 from .errors import ConfigError
 from .formats import MOMENT_NAMES
@@ -76,15 +76,27 @@ class ShownState:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._values: list[Any] = []  # of all entries, in order
+        self._shown: dict[nn.Parameter, dict[str, Any]] = {}
+        self._values: list[Any] = []  # of all entries, in order, when they were looked at last
 
     def show(self, parameters: Iterable[nn.Parameter], state: dict[Any, Any]) -> None:
-        """Put the entries of parameters into `optimizer.state`."""
+        """Put the entries of parameters into `optimizer.state`; what is there already is kept.
+
+        Raises:
+            ConfigError: state that somebody put there before, and that does not fit.
+        """
         for parameter in parameters:
-            theirs = {k: v for k, v in state.get(parameter, {}).items() if k not in SAVED_KEYS}
-            ours = state_of(self.engine, self.engine.slot_of[parameter])
-            state[parameter] = {**theirs, **ours}
-        self._values = _values_of(state)
+            if parameter not in self._shown:
+                self._shown[parameter] = {}
+                if any(key in SAVED_KEYS for key in state.get(parameter, {})):
+                    local = self._given(parameter, state[parameter])
+                    load_slot(self.engine, self.engine.slot_of[parameter], local)
+            self._show(parameter, state)
+
+    def show_all(self, state: dict[Any, Any]) -> None:
+        """Show the engine's state in the place of whatever is there, as after a load."""
+        for parameter in self._shown:
+            self._show(parameter, state)
 
     def take_over(self, state: dict[Any, Any]) -> None:
         """Load what is in `optimizer.state` and is not ours: other tensors, or none.
@@ -94,37 +106,44 @@ class ShownState:
         Raises:
             ConfigError: tensors that do not fit.
         """
-        now = _values_of(state)
+        now = [*chain.from_iterable(e.values() for e in state.values() if isinstance(e, dict))]
         if len(now) == len(self._values) and all(map(operator.is_, now, self._values)):
             return
-        ours = {id(value) for value in self._values}
         changed = {
-            parameter: slices_of(self.engine, slot, _given(state.get(parameter, {}), ours))
-            for parameter, slot in self.engine.slot_of.items()
-            if not _is_shown(state.get(parameter, {}), ours)
+            parameter: self._given(parameter, state.get(parameter, {}))
+            for parameter, shown in self._shown.items()
+            if not _holds(state.get(parameter, {}), shown)
         }
         for parameter, local in changed.items():
             load_slot(self.engine, self.engine.slot_of[parameter], local)
-        self.show(changed, state)
+            self._show(parameter, state)
+        entries = (entry for entry in state.values() if isinstance(entry, dict))
+        self._values = [*chain.from_iterable(entry.values() for entry in entries)]
+
+    def forget(self) -> None:
+        """Let go of everything."""
+        self._shown.clear()
+        self._values.clear()
+
+    def _show(self, parameter: nn.Parameter, state: dict[Any, Any]) -> None:
+        theirs = {k: v for k, v in state.get(parameter, {}).items() if k not in SAVED_KEYS}
+        self._shown[parameter] = state_of(self.engine, self.engine.slot_of[parameter])
+        state[parameter] = {**theirs, **self._shown[parameter]}
+        self._values = []
+
+    def _given(self, parameter: nn.Parameter, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Copies of what is to be loaded of an entry: of our own, step and moments only."""
+        shown = self._shown[parameter]
+        ours = {key for key, value in entry.items() if key in shown and value is shown[key]}
+        for name in ("step", *(name for name in MOMENT_NAMES if name in ours)):
+            ours -= {name, f"{name}_scale"}
+        given = {key: value for key, value in entry.items() if key not in ours}
+        local = slices_of(self.engine, self.engine.slot_of[parameter], given)
+        return {key: value.clone() for key, value in local.items()}
 
 
-def _values_of(state: Mapping[Any, Any]) -> list[Any]:
-    return [*chain.from_iterable(e.values() for e in state.values() if isinstance(e, dict))]
-
-
-def _given(entry: Mapping[str, Any], ours: Collection[int]) -> dict[str, Any]:
-    """An entry without what was shown and goes with nothing that is new."""
-    shown = {key for key, value in entry.items() if id(value) in ours}
-    for name in ("step", *(name for name in MOMENT_NAMES if name in shown)):
-        shown -= {name, f"{name}_scale"}
-    return {key: value for key, value in entry.items() if key not in shown}
-
-
-def _is_shown(entry: Mapping[str, Any], ours: Collection[int]) -> bool:
-    """Whether an entry has what was shown, and nothing in its place; more of the user's may be."""
-    return "exp_avg" in entry and all(
-        id(value) in ours for key, value in entry.items() if key in SAVED_KEYS
-    )
+def _holds(entry: Mapping[str, Any], shown: Mapping[str, Any]) -> bool:
+    return all(key in entry and entry[key] is value for key, value in shown.items())
 
 
 def master_of(engine: Engine, slot: int) -> ShardTensor | None:
@@ -145,15 +164,6 @@ def _moment_of(engine: Engine, slot: int, name: str) -> ShardTensor:
     start, stop = engine.layout.local_range(slot, engine.transport.rank)
     values = read_moment(name, arena.state_of(start, stop))
     return ShardTensor(values, engine.gradients.shards.slices[slot], engine.transport)
-
-
-def _join_master(engine: Engine, slot: int, remainder: Tensor) -> None:
-    """Set the slot's fp32 master to what its bf16 parameter and the lower halves [n] int16 say."""
-    taken = 0
-    for parameter, state in engine.masters.local_parts(slot):
-        low = remainder[taken : taken + parameter.numel()].to(parameter.device)
-        state["master"].copy_(MASTERS["split"].load(parameter, {"remainder": low}))
-        taken += parameter.numel()
 
 
 def consolidate(engine: Engine, parameters: Sequence[Any], to: int) -> dict[int, dict[str, Any]]:
@@ -243,6 +253,7 @@ def has_master(local: Mapping[str, Tensor]) -> bool:
 
 def load_slot(engine: Engine, slot: int, local: Mapping[str, Tensor]) -> None:
     """Copy what `slices_of` made of a saved state into the shards; moments it lacks become zero."""
+    engine.masters.forget_loaded(slot)
     engine.counters.views[slot].copy_(local["step"])
     arena = engine.arenas[engine.layout.slots[slot].arena]
     start, stop = engine.layout.local_range(slot, engine.transport.rank)
@@ -250,11 +261,8 @@ def load_slot(engine: Engine, slot: int, local: Mapping[str, Tensor]) -> None:
     for name in MOMENT_NAMES:
         values = local.get(name, torch.zeros(stop - start))
         write_moment(name, values.to(arena.device, torch.float32), state)
-    if "remainder" in local and "remainder" in state:
-        state["remainder"].copy_(local["remainder"])
-        engine.masters.loaded_remainder(slot)
-    elif "remainder" in local and "master" in state:
-        _join_master(engine, slot, local["remainder"])
+    if "remainder" in local:
+        engine.masters.load_remainder(slot, local["remainder"])
     elif "master" in local:
         engine.masters.load(slot, local["master"])
 

@@ -56,6 +56,11 @@ class StateShard(ShardTensor):
             )
         return super().__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardTensor":
+        other: Any = super().__deepcopy__(memo)
+        other.given = None if self.given is None else self.given.clone()
+        return other  # type: ignore[no-any-return]
+
     def to_local(self, *, grad_placements: object = None) -> Tensor:
         """As that of a ShardTensor; a whole tensor may be copied into it too."""
         local: _Local = self._local_tensor.as_subclass(_Local)

@@ -14,6 +14,10 @@ from .layout import ArenaPlan, Run
 __all__ = ["Arena", "BufferPool", "apart", "on_device", "slot_view", "storage_nbytes"]
 
 
+# NaNs whose quiet bit is not set, which every operation but a copy sets.
+SIGNALLING_NAN = {"float32": 0x7FA00000, "bfloat16": 0x7FA0, "float16": 0x7D00}
+
+
 class Arena:
     """The flat memory of one arena on one rank.
 
@@ -48,15 +52,23 @@ class Arena:
         self.shard = self.allocate(self.shard_numel, plan.dtype) if sharded else None
         # One NaN for each slot, which its parameter shows while there is no memory.
         self.placeholders = self.allocate(len(plan.slots) if sharded else 0, plan.dtype)
-        self.placeholders.fill_(torch.nan)
         bits = torch.int32 if self.placeholders.itemsize == 4 else torch.int16
-        self._nan = self.placeholders.clone().view(bits)
+        self._nan = torch.full_like(self.placeholders.view(bits), SIGNALLING_NAN[plan.dtype])
+        self.renew_placeholders()
         self.is_whole = True
         self.is_reached = sharded is False  # by the backward under way, through its unit's outputs
         self.gradients: Tensor | None = None
         self.generation = 0  # how often the gradient shard was allocated
         self.fields: tuple[Field, ...] = ()
         self.state: dict[str, Tensor] = {}
+
+    def renew_placeholders(self) -> None:
+        """Let them be NaN again."""
+        self.placeholders.view(self._nan.dtype).copy_(self._nan)
+
+    def is_copy_of_placeholder(self, data: Tensor) -> bool:
+        """Whether all elements are a placeholder's; arithmetic makes another NaN of that one."""
+        return bool((data.view(self._nan.dtype) == self._nan[0]).all())
 
     def shows_placeholders(self) -> bool:
         """Whether nobody wrote to the placeholders."""
@@ -165,11 +177,12 @@ def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 def apart(flat: Tensor) -> Tensor:
     """The same memory, kept alive, behind a storage of its own.
 
-    Who saves parameters takes those that share a storage for tied ones, and writes one of them
-    (accelerate), or writes all of the storage with each (torch.save). So parameters share theirs
-    with nobody, wherever the memory behind them is not freed.
+    Who saves a state dict takes tensors that share a storage for tied ones, and writes one of them
+    (accelerate), or writes all of the storage with each (torch.save).
     """
-    return torch.from_dlpack(flat) if flat.numel() else flat  # type: ignore[attr-defined]
+    if not flat.numel():
+        return flat.new_empty(0)
+    return torch.from_dlpack(flat)  # type: ignore[attr-defined]
 
 
 def slot_view(flat: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:

@@ -57,7 +57,11 @@ def plan_units(model: nn.Module, choice: Sequence[type[nn.Module] | str] | None)
     }
     lookups = frozenset(name for name, module in found.items() if type(module) is nn.Embedding)
     # PEFT takes prompts from the parameters themselves when it saves them.
-    prompts = [m for name, m in model.named_modules() if name.endswith("prompt_encoder")]
+    prompts = [
+        module.get_submodule("prompt_encoder")
+        for module in model.modules()
+        if hasattr(module, "peft_config") and "prompt_encoder" in module._modules
+    ]
     read_outside = frozenset(p for prompt in prompts for p in prompt.parameters())
     plan = UnitPlan(modules={ROOT: model, **found}, lookups=lookups, read_outside=read_outside)
     names = {module: name for name, module in plan.modules.items()}

@@ -23,7 +23,7 @@ from .gather import engines_for, gather_whole_arenas
 from .hub_names import Source, forget_conversions, sources_of
 from .initialise import Buffer, fill_buffers, persistent_buffers
 from .meta import give_elements, leave_meta
-from .parameters import Place
+from .place import Place
 from .weight_files import WeightFiles
 from .wrappers import strip_wrappers, unwrap
 

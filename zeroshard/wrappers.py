@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -138,7 +139,8 @@ def check_nothing_is_lost(
 ) -> None:
     """Of parameters none of which got a gradient: raise where the model trains others instead.
 
-    As when adapters were added, which freezes all the rest, behind the optimizer's back.
+    As when adapters were added, which freezes all the rest, behind the optimizer's back. Every rank
+    answers alike: what has a gradient on this one does not matter.
 
     Args:
         ours: the parameters of one optimizer.
@@ -146,7 +148,7 @@ def check_nothing_is_lost(
         model: theirs, if it is known; else it is every live module that holds any.
 
     Raises:
-        ConfigError: none of them requires a gradient, and others have one that nobody uses.
+        ConfigError: none of them requires a gradient, and others do that are in no optimizer.
     """
     if any(parameter.requires_grad for parameter in ours):
         return
@@ -155,12 +157,16 @@ def check_nothing_is_lost(
         parameter: name
         for root in roots
         for name, parameter in root.named_parameters()
-        if parameter.grad is not None and parameter not in trained
+        if parameter.requires_grad and parameter not in trained
     }
+    for optimizer in _live(torch.optim.Optimizer) if lost else ():
+        for group in getattr(optimizer, "param_groups", ()):
+            for parameter in group["params"]:
+                lost.pop(parameter, None)
     if lost:
         raise ConfigError(
             "nothing was trained: no parameter of this optimizer requires a gradient any more, and "
-            f"{len(lost)} that have one are not in it, like {max(lost.values(), key=len)!r}. Build "
+            f"{len(lost)} that do are in no optimizer, like {max(lost.values(), key=len)!r}. Build "
             "the optimizer after what adds parameters to the model (as get_peft_model does), or "
             "give them to add_param_group()"
         )
@@ -172,8 +178,12 @@ def _holds(module: nn.Module, parameters: Collection[nn.Parameter]) -> bool:
 
 def live_modules() -> Iterator[nn.Module]:
     """Every module that lives in this process."""
+    return _live(nn.Module)
+
+
+def _live(kind: type) -> Iterator[Any]:
     for thing in gc.get_objects():
-        if nn.Module in type(thing).__mro__:
+        if kind in type(thing).__mro__:
             yield thing
 
 
