@@ -247,8 +247,8 @@ def move_export(source: Path, target: Path) -> None:
         source: the export, which is gone afterwards; on the same file system.
         target: the folder.
     """
-    files = [file for file in source.rglob("*") if file.is_file()]
-    files.sort(key=lambda file: _WEIGHTS.fullmatch(file.name) is not None and not _is_part(file))
+    files = sorted(file for file in source.rglob("*") if file.is_file())
+    files.sort(key=lambda file: bool(_WEIGHTS.fullmatch(file.name)) and not _is_part(file))
     moves = [(file, target / file.relative_to(source)) for file in files]
     older = [
         file

@@ -106,7 +106,7 @@ class ShownState:
         Raises:
             ConfigError: tensors that do not fit.
         """
-        now = [*chain.from_iterable(e.values() for e in state.values() if isinstance(e, dict))]
+        now = _values_of(state)
         if len(now) == len(self._values) and all(map(operator.is_, now, self._values)):
             return
         changed = {
@@ -117,8 +117,7 @@ class ShownState:
         for parameter, local in changed.items():
             load_slot(self.engine, self.engine.slot_of[parameter], local)
             self._show(parameter, state)
-        entries = (entry for entry in state.values() if isinstance(entry, dict))
-        self._values = [*chain.from_iterable(entry.values() for entry in entries)]
+        self._values = _values_of(state)
 
     def forget(self) -> None:
         """Let go of everything."""
@@ -140,6 +139,15 @@ class ShownState:
         given = {key: value for key, value in entry.items() if key not in ours}
         local = slices_of(self.engine, self.engine.slot_of[parameter], given)
         return {key: value.clone() for key, value in local.items()}
+
+
+def _values_of(state: Mapping[Any, Any]) -> list[Any]:
+    """Of all entries, in order; at every step, so in one pass."""
+    try:
+        return [*chain.from_iterable(map(dict.values, state.values()))]
+    except TypeError:  # the user's own, beside the entries
+        entries = [entry for entry in state.values() if isinstance(entry, dict)]
+        return [*chain.from_iterable(map(dict.values, entries))]
 
 
 def _holds(entry: Mapping[str, Any], shown: Mapping[str, Any]) -> bool:

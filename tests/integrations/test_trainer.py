@@ -1,6 +1,7 @@
 """transformers' Trainer: beside itself under DDP, interrupted and resumed, and what it writes."""
 
 import contextlib
+import functools
 import pathlib
 import pydoc_data.topics
 import shutil
@@ -14,17 +15,29 @@ from consumers import Consumer, tried
 from models import assert_close, assert_same, weights
 from ranks import run
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import zeroshard
-from zeroshard.errors import ConfigError
+from zeroshard.errors import ConfigError, GradientError
+from zeroshard.integrations import transformers as integration
 from zeroshard.integrations.transformers import ZeroShardFactory, ZeroShardTrainer
 
 CONSUMER = Consumer(
     "Trainer",
     "transformers",
-    use="`Trainer(..., optimizer_cls_and_kwargs=(ZeroShardFactory, {'stage': 2}))`, or "
-    "`ZeroShardTrainer` in its place, of `zeroshard.integrations.transformers`.",
+    use="`class MyTrainer(ZeroShardTrainer, Trainer): zeroshard_options = {'stage': 3}`, or "
+    "`Trainer(..., optimizer_cls_and_kwargs=(ZeroShardFactory, {'stage': 3}))`, of "
+    "`zeroshard.integrations.transformers`.",
 )
 TEXT = "\n".join(pydoc_data.topics.topics.values()).encode()
 TOKENS = 20
@@ -427,6 +440,303 @@ def test_sync_each_batch_keeps_gradients_sharded():
             what = f"stage {stage}"
             assert_close(found[stage, True], found[stage, False], what, atol=2e-6)
         assert_same(found[3, True], found[2, True], "stages")
+
+    on_two_ranks(body)
+
+
+# --- Trainers of other kinds, and several of them
+
+
+class Pieces(torch.utils.data.Dataset):
+    """Real text to translate into the text that follows it, as bytes."""
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        text = torch.tensor(list(TEXT[11 * index : 11 * index + 11]))
+        return {"input_ids": text[:6], "labels": text[6:]}
+
+
+class T5OfUnevenTexts(T5ForConditionalGeneration):
+    """Each rank's texts end after another number of tokens."""
+
+    def generate(self, *args, **kwargs):
+        self.was_whole = not self.encoder.block[0].layer[1].DenseReluDense.wi.weight.isnan().any()
+        numel = 8 + 4 * dist.get_rank()
+        return super().generate(*args, **{**kwargs, "max_length": numel, "min_length": numel})
+
+
+class ShardedSeq2SeqTrainer(ZeroShardTrainer, Seq2SeqTrainer):
+    zeroshard_options = {"stage": 3, "betas": (0.8, 0.95)}
+
+
+class ReplicatedSeq2SeqTrainer(ZeroShardTrainer, Seq2SeqTrainer):
+    zeroshard_options = {"stage": 2, "betas": (0.8, 0.95)}
+
+
+@tried(
+    "`Seq2SeqTrainer`, which takes no `optimizer_cls_and_kwargs`: options by `zeroshard_options`; "
+    "`predict_with_generate` with texts of different lengths on each rank",
+    stages="2, 3",
+)
+def test_generated_evaluations_are_those_of_ddp():
+    def made(kind, folder):
+        torch.manual_seed(0)
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4}
+        special = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+        arguments = Seq2SeqTrainingArguments(
+            str(folder),
+            use_cpu=True,
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=2,
+            max_steps=4,
+            learning_rate=1e-2,
+            max_grad_norm=0.0,
+            adam_beta1=0.8,
+            adam_beta2=0.95,
+            eval_strategy="steps",
+            eval_steps=2,
+            logging_steps=1,
+            predict_with_generate=True,
+            generation_max_length=14,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            log_level="error",
+        )
+        if kind is not Seq2SeqTrainer:
+            arguments.adam_beta1 = 0.7  # the class says otherwise
+        made = kind(
+            T5OfUnevenTexts(T5Config(vocab_size=256, **sizes, **special)),
+            arguments,
+            train_dataset=Pieces(),
+            eval_dataset=Pieces(),
+            compute_metrics=lambda found: {"texts": found.predictions.tolist()},
+        )
+        made.pop_callback("PrinterCallback")
+        made.train()
+        return made
+
+    def body(folder):
+        reference = made(Seq2SeqTrainer, folder)
+        expected, _ = logs_of(reference)
+        (texts, *_) = [entry["eval_texts"] for entry in expected if "eval_texts" in entry]
+        assert {len(bytes(text).rstrip(b"\0")) for text in texts} == {8, 12}
+        for kind in (ReplicatedSeq2SeqTrainer, ShardedSeq2SeqTrainer):
+            trained = made(kind, folder)
+            is_sharded = trained.optimizer.optimizer.engine.shards_parameters
+            assert is_sharded == (kind.zeroshard_options["stage"] == 3)
+            assert logs_of(trained)[0] == expected, kind.__name__
+            for synced in (False, True):  # synced: by as many forwards, without whole weights
+                got = trained.predict(Pieces(), synced_gpus=synced).predictions
+                assert (got == reference.predict(Pieces()).predictions).all()
+                assert trained.model.was_whole == (not (is_sharded and synced))
+            with pytest.raises(ConfigError, match="zeroshard_options have no effect"):
+                kind(
+                    trained.model,
+                    trained.args,
+                    eval_dataset=Pieces(),
+                    optimizers=(trained.optimizer, None),
+                )
+
+    on_two_ranks(body)
+
+
+@tried("a second Trainer that trains the same model on; a plain one that evaluates it", stages="3")
+def test_another_trainer_goes_on_with_the_same_model():
+    def body(folder):
+        def in_two_phases(way, other):
+            first = trained_as(way, folder)
+            evaluates = Trainer(first.model, first.args, eval_dataset=Text(4))
+            evaluates.pop_callback("PrinterCallback")
+            found = [evaluates.evaluate()["eval_loss"]]
+            del evaluates
+            first.train()  # the evaluation has not disturbed it
+            found.append(logs_of(first)[0])
+            model = first.model
+            if way is PLAIN:
+                # Accelerate marked the one that was evaluated, and would not wrap it in DDP again.
+                model = llama()
+                model.load_state_dict(first.model.state_dict())
+            second = trained_as(other, folder, model=model, learning_rate=1e-3)
+            return [*found, logs_of(second)[0]], weights(second.model)
+
+        expected, trained = in_two_phases(PLAIN, PLAIN)
+        for way, other in [
+            ((Trainer, 3), (Trainer, 3)),
+            ((ZeroShardTrainer, 3), (ZeroShardTrainer, 2)),
+            ((Trainer, 2), (ZeroShardTrainer, 3)),
+        ]:
+            found, got = in_two_phases(way, other)
+            what = f"{label(way)}, then {label(other)}"
+            assert found == expected, what
+            assert_same(got, trained, what)
+
+    on_two_ranks(body)
+
+
+class HalvesRates(TrainerCallback):
+    """Gives the optimizer new groups, as callbacks that schedule single layers do."""
+
+    def on_step_begin(self, arguments, state, control, optimizer=None, **more):
+        groups = optimizer.param_groups
+        optimizer.param_groups = [{**group, "lr": group["lr"] / 2} for group in groups]
+
+
+@tried("a callback that assigns `optimizer.param_groups`", stages="1, 2, 3")
+def test_a_callback_assigns_param_groups():
+    def body(folder):
+        plain = trained_as(PLAIN, folder, callbacks=[HalvesRates()])
+        other = trained_as(PLAIN, folder)
+        assert weights(plain.model)["lm_head.weight"].ne(other.model.lm_head.weight).any()
+        for way in WAYS:
+            made = trained_as(way, folder, callbacks=[HalvesRates()])
+            assert logs_of(made)[0] == logs_of(plain)[0], label(way)
+            assert_same(weights(made.model), weights(plain.model), label(way))
+
+    on_two_ranks(body)
+
+
+# --- losses that read weights
+
+
+class PenalisesNorms(Trainer):
+    """A loss that reads weights outside of their modules."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        norms = [weight for name, weight in model.named_parameters() if "norm" in name]
+        loss = outputs.loss + 1e-3 * sum(weight.pow(2).sum() for weight in norms)
+        return (loss, outputs) if return_outputs else loss
+
+
+class ShardedPenalisesNorms(ZeroShardTrainer, PenalisesNorms):
+    pass
+
+
+class GathersNorms(ZeroShardTrainer, PenalisesNorms):
+    def training_step(self, model, *args, **kwargs):
+        with zeroshard.gather(model):
+            return super().training_step(model, *args, **kwargs)
+
+
+@tried(
+    "a loss that reads weights outside of their modules, with `zeroshard.gather` around "
+    "`training_step`",
+    stages="1, 2, 3",
+)
+def test_a_loss_reads_weights_that_are_gathered():
+    def body(folder):
+        plain = trained_as((PenalisesNorms, None), folder)
+        for way in [(PenalisesNorms, 1), (PenalisesNorms, 2), (GathersNorms, 3)]:
+            made = trained_as(way, folder)
+            assert logs_of(made)[0] == logs_of(plain)[0], label(way)
+            assert_same(weights(made.model), weights(plain.model), label(way))
+
+    on_two_ranks(body)
+
+
+@tried(
+    "the same loss without it: every step is skipped, since placeholders read as NaN",
+    stages="3",
+    result="refused: `GradientError` says what to do, at the end or after 50 steps",
+)
+def test_a_training_that_trains_nothing_does_not_end_as_if_it_had():
+    def body(folder):
+        for kind in (PenalisesNorms, ShardedPenalisesNorms):
+            made = trainer(kind, 3, folder)
+            before = weights(made.model)
+            with pytest.raises(GradientError, match=r"all 4 steps were skipped.*zeroshard\.gather"):
+                made.train()
+            assert_same(weights(made.model), before, "the weights")
+        integration.STEPS_IN_VAIN = 2
+        made = trainer(PenalisesNorms, 3, folder, max_steps=100)
+        with pytest.raises(GradientError, match="all 2 steps were skipped"):
+            made.train()
+
+    on_two_ranks(body)
+
+
+# --- files that are left over, or missing
+
+
+@tried("`save_model` over older weights in another number of files", stages="3")
+def test_older_weights_are_replaced_whole():
+    def body(folder):
+        small = functools.partial(integration.export_weights, max_file_nbytes=40_000)
+        older = trained_as((ZeroShardTrainer, 2), folder)
+        older.save_model()
+        for first, second in [(small, small.func), (small.func, small)]:
+            for number, export in enumerate((first, second)):
+                integration.export_weights = export
+                newer = trained_as((ZeroShardTrainer, 3), folder, max_steps=6 + number)
+                newer.save_model()  # after which every rank may read
+                read = LlamaForCausalLM.from_pretrained(folder)
+                assert_same(weights(read), weights(newer.model), f"{first}, {number}")
+                dist.barrier()
+        # Where a file cannot be put in place, neither the old nor the new weights are read.
+        newer = trained_as((ZeroShardTrainer, 3), folder)
+        if dist.get_rank() == 0:
+            in_the_way = folder / "model-00002-of-00004.safetensors"
+            in_the_way.unlink()
+            (in_the_way / "something").mkdir(parents=True)
+        dist.barrier()
+        with pytest.raises(ConfigError, match=r"save_model.*model-00002-of-00004"):
+            newer.save_model()
+        assert {file.name for file in folder.glob("model*") if file.is_file()} == {
+            "model-00001-of-00004.safetensors"
+        }
+        with pytest.raises(OSError, match="no file named"):
+            LlamaForCausalLM.from_pretrained(folder)
+
+    on_two_ranks(body)
+
+
+class DiesWhileItSaves(ZeroShardTrainer):
+    def _save_optimizer_and_scheduler(self, output_dir):
+        if self.state.global_step == 5:
+            raise KeyboardInterrupt
+        super()._save_optimizer_and_scheduler(output_dir)
+
+
+@tried(
+    "a checkpoint that was not written to its end, also over an older one, or that misses files",
+    stages="1, 2, 3",
+    result="refused: `ConfigError` names what is missing",
+)
+def test_a_checkpoint_that_is_not_whole_is_refused():
+    def body(folder):
+        for stage in (2, 3):
+            way = (ZeroShardTrainer, stage)
+            whole = folder / f"{stage}"
+            trained_as(way, whole, **SAVING)
+
+            def without(path, error, way=way, whole=whole):
+                target = folder / f"{label(way)} without {path.replace('/', ' ')}"
+                if dist.get_rank() == 0:
+                    shutil.copytree(whole / "checkpoint-4", target / "checkpoint-4")
+                    (gone,) = sorted((target / "checkpoint-4").glob(path))[:1]
+                    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+                dist.barrier()
+                made = trainer(*way, target, **SAVING)
+                with pytest.raises(error[0], match=error[1]):
+                    made.train(resume_from_checkpoint=True)
+
+            for name in ("trainer_state.json", "scheduler.pt", "zeroshard_optimizer"):
+                without(name, (ConfigError, f"checkpoint-4 has no {name}"))
+            for name in (".metadata", "*.distcp"):
+                without(f"zeroshard_optimizer/{name}", (ConfigError, "zeroshard_optimizer"))
+            state = (FileNotFoundError, "checkpoint-4/trainer_state.json")
+            without("trainer_state.json", state, way=(Trainer, stage))
+
+            again = trainer(DiesWhileItSaves, stage, whole, **SAVING)
+            with pytest.raises(KeyboardInterrupt):
+                again.train(resume_from_checkpoint=str(whole / "checkpoint-2"))
+            dist.barrier()
+            last = trainer(*way, whole, **SAVING)
+            with pytest.raises(ConfigError, match=r"checkpoint-5 has no trainer_state\.json"):
+                last.train(resume_from_checkpoint=True)
 
     on_two_ranks(body)
 

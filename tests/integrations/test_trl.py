@@ -22,8 +22,8 @@ from zeroshard.integrations.transformers import ZeroShardFactory, ZeroShardTrain
 CONSUMER = Consumer(
     "TRL",
     "trl",
-    use="`SFTTrainer(..., optimizer_cls_and_kwargs=(ZeroShardFactory, {'stage': 2}))`, or "
-    "`class MyTrainer(ZeroShardTrainer, SFTTrainer)`.",
+    use="`class MyTrainer(ZeroShardTrainer, SFTTrainer): zeroshard_options = {'stage': 3}`, or "
+    "`SFTTrainer(..., optimizer_cls_and_kwargs=(ZeroShardFactory, {'stage': 3}))`.",
 )
 LINES = [line for topic in pydoc_data.topics.topics.values() for line in topic.split("\n\n")][:80]
 PLAIN = (trl.SFTTrainer, None)
@@ -31,6 +31,14 @@ PLAIN = (trl.SFTTrainer, None)
 
 class ShardedSFTTrainer(ZeroShardTrainer, trl.SFTTrainer):
     pass
+
+
+class ReplicatedDPOTrainer(ZeroShardTrainer, trl.DPOTrainer):
+    zeroshard_options = {"stage": 2}
+
+
+class ShardedDPOTrainer(ZeroShardTrainer, trl.DPOTrainer):
+    zeroshard_options = {"stage": 3}
 
 
 WAYS = [(trl.SFTTrainer, 2), (trl.SFTTrainer, 3), (ShardedSFTTrainer, 1)]
@@ -190,5 +198,61 @@ def test_adapters_are_trained_and_written_whole():
             words = tokenizer()
             read = peft.PeftModel.from_pretrained(llama(len(words)), folder / f"saved {number}")
             assert_same(weights(read), weights(reference.model), f"{what}, read")
+
+    on_two_ranks(body)
+
+
+def dpo(kind, folder):
+    words = tokenizer()
+    rows = [
+        {"prompt": first, "chosen": second, "rejected": second[::-1]}
+        for first, second in zip(LINES[:16], LINES[16:32], strict=True)
+    ]
+    torch.manual_seed(1)
+    made = kind(
+        llama(len(words)),
+        ref_model=llama(len(words)),
+        args=trl.DPOConfig(
+            str(folder),
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=2,
+            max_steps=4,
+            max_length=48,
+            logging_steps=1,
+            learning_rate=1e-2,
+            max_grad_norm=0.0,
+            save_strategy="steps",
+            save_steps=2,
+            report_to="none",
+            disable_tqdm=True,
+            log_level="error",
+        ),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=words,
+    )
+    made.pop_callback(transformers.PrinterCallback)
+    return made
+
+
+@tried(
+    "`DPOTrainer`, which takes no `optimizer_cls_and_kwargs`, with options by `zeroshard_options`: "
+    "as under DDP, bit for bit; resumed in the middle",
+    stages="2, 3",
+)
+def test_preferences_are_trained_as_under_ddp():
+    def body(folder):
+        reference = dpo(trl.DPOTrainer, folder / "plain")
+        reference.train()
+        expected, _ = logs_of(reference)
+        assert "rewards/margins" in expected[0]
+        for kind in (ReplicatedDPOTrainer, ShardedDPOTrainer):
+            made = dpo(kind, folder / kind.__name__)
+            made.train()
+            assert logs_of(made)[0] == expected, kind.__name__
+            assert_same(weights(made.model), weights(reference.model), kind.__name__)
+            again = dpo(kind, folder / "again")
+            again.train(resume_from_checkpoint=str(folder / kind.__name__ / "checkpoint-2"))
+            assert_same(weights(again.model), weights(reference.model), "resumed")
 
     on_two_ranks(body)

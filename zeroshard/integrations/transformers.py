@@ -4,7 +4,7 @@ Changes no loop: batches, losses, clipping, logs and evaluation are Trainer's ow
 """
 
 import gc
-import shutil
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
-from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import (
+    OPTIMIZER_NAME,
+    PREFIX_CHECKPOINT_DIR,
+    SCHEDULER_NAME,
+    TRAINER_STATE_NAME,
+    TRAINING_ARGS_NAME,
+)
 
+from ..agreement import in_agreement
 from ..checkpoint import load_optimizer, save_optimizer, unwrapped
 from ..engine import engines_of
-from ..errors import ConfigError
-from ..export import export_weights
+from ..errors import ConfigError, GradientError
+from ..export import export_weights, move_export
+from ..gather import gather
 from ..optimizer import AdamW
-from ..shard_tensor import ShardTensor
 from ..units import ROOT, plan_units
 
 __all__ = ["ZeroShardFactory", "ZeroShardTrainer"]
@@ -27,6 +34,8 @@ __all__ = ["ZeroShardFactory", "ZeroShardTrainer"]
 # With "optimizer" in its name a plain Trainer that finds it stops, and does not start moments anew.
 FOLDER = "zeroshard_optimizer"
 PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused")
+# After so many steps in vain a run ends. A GradScaler finds its scale in fewer.
+STEPS_IN_VAIN = 50
 
 
 class ZeroShardFactory:
@@ -58,9 +67,9 @@ class ZeroShardFactory:
 class ZeroShardTrainer(Trainer):
     """Trainer without DistributedDataParallel, for every stage; alone or before another Trainer.
 
-    ``class MyTrainer(ZeroShardTrainer, SFTTrainer)`` works as well. The optimizer's options come as
-    ``optimizer_cls_and_kwargs=(ZeroShardFactory, {"stage": 3})``, without which it is one of stage
-    2; or it is given, as ``optimizers=(zeroshard.AdamW(...), None)``.
+    ``class MyTrainer(ZeroShardTrainer, Seq2SeqTrainer): zeroshard_options = {"stage": 3}``. What is
+    given as ``optimizer_cls_and_kwargs=(ZeroShardFactory, {...})`` comes before the attribute. Or
+    the optimizer itself is given, as ``optimizers=(zeroshard.AdamW(...), None)``.
 
     - Of the micro-batches that gradients are accumulated over only the last one is reduced, as
       under DistributedDataParallel, at the cost of a full gradient on every rank; all of them are
@@ -69,12 +78,25 @@ class ZeroShardTrainer(Trainer):
       them bit for bit, and also on another number of ranks or in another stage; it continues from
       what a plain Trainer saved too.
     - `save_model` writes complete weights. Under stage 3 every rank must call it.
+
+    Attributes:
+        zeroshard_options: those of `zeroshard.AdamW`.
     """
+
+    zeroshard_options: Mapping[str, Any] = {}
 
     # Trainer says that these may be missing, and sets them before they are used.
     model: Any
     optimizer: Any
     lr_scheduler: Any
+
+    def _validate_args(self) -> None:
+        super()._validate_args()
+        if self.zeroshard_options and self.optimizer is not None:
+            raise ConfigError(
+                "zeroshard_options have no effect on an optimizer that is given as optimizers=: "
+                "leave one of them out"
+            )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As Trainer's.
@@ -105,7 +127,8 @@ class ZeroShardTrainer(Trainer):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         if training:
             _check_arguments(self.args)
-            unwrapped(self.optimizer)  # any other would leave gradients as each rank has them
+            # Any other would leave gradients as each rank has them.
+            self._steps_before = _steps_taken(unwrapped(self.optimizer))
             # What Trainer has for models that shard themselves: it leaves them as they are.
             self.is_distributed_loading_by_transformers = True
         return super()._wrap_model(model, training, dataloader)
@@ -121,13 +144,72 @@ class ZeroShardTrainer(Trainer):
             loss: Tensor = super().training_step(*args, **kwargs)
         return loss
 
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As Trainer's; inside of `zeroshard.gather` where it generates.
+
+        Ranks generate texts of different lengths, by as many forwards.
+        """
+        generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
+        is_synced = getattr(self, "_gen_kwargs", {}).get("synced_gpus", False)
+        whole = generates and not is_synced and _is_sharded(self.model)
+        with gather(self.model) if whole else nullcontext():
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    # --- a training that trains nothing
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log:  # which waits for the device anyway
+            self._check_that_it_trains(STEPS_IN_VAIN)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_that_it_trains(1 if self.accelerator.scaler is None else STEPS_IN_VAIN)
+        return super()._finalize_training(*args, **kwargs)
+
+    def _check_that_it_trains(self, at_least: int) -> None:
+        """Raise if there were `at_least` steps, and no weight has changed in any of them."""
+        steps = self.state.global_step - self._initial_global_step
+        if steps >= at_least and _steps_taken(unwrapped(self.optimizer)) == self._steps_before:
+            raise GradientError(
+                f"nothing was trained: all {steps} steps were skipped, since gradients were Inf or "
+                "NaN. A loss that reads weights outside of their module reads NaN under stage 3: "
+                "run training_step inside of `with zeroshard.gather(model):`, or use stage 2. Else "
+                "look into the loss, which Trainer logs as 0.0"
+            )
+
+    # --- checkpoints
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.args.should_save:
+            # It is written last, and says that a checkpoint is whole: an older one is no more.
+            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            state = Path(self._get_output_dir(trial=trial), name, TRAINER_STATE_NAME)
+            state.unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        if not Path(resume_from_checkpoint, TRAINER_STATE_NAME).is_file():
+            raise _unfinished(resume_from_checkpoint, TRAINER_STATE_NAME)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_optimizer(Path(output_dir, FOLDER), self.model, self.optimizer)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not Path(checkpoint, FOLDER).is_dir():
+        if checkpoint is None:
+            return
+        is_ours = Path(checkpoint, FOLDER).exists()
+        if not is_ours and not Path(checkpoint, OPTIMIZER_NAME).is_file():
+            raise _unfinished(checkpoint, f"{FOLDER} or {OPTIMIZER_NAME}")
+        if not Path(checkpoint, SCHEDULER_NAME).is_file():
+            raise _unfinished(checkpoint, SCHEDULER_NAME)
+        if not is_ours:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         load_optimizer(Path(checkpoint, FOLDER), self.model, self.optimizer)
@@ -142,13 +224,14 @@ class ZeroShardTrainer(Trainer):
         target = Path(output_dir or str(self.args.output_dir))
         exported = target / ".weights"  # beside what may be there: older checkpoints, say
         export_weights(self.model, exported, overwrite=True)
-        if self.args.should_save:
-            shutil.copytree(exported, target, copy_function=shutil.move, dirs_exist_ok=True)
-            shutil.rmtree(exported)
-            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(target)
-            torch.save(self.args, target / TRAINING_ARGS_NAME)
+        transport = engines_of(self.model.parameters())[0].transport
+        with in_agreement(transport, "save_model"):
+            if transport.is_first:  # the only rank that surely sees what was exported
+                move_export(exported, target)
+                tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(target)
+                torch.save(self.args, target / TRAINING_ARGS_NAME)
 
 
 def _trainer_of(model: nn.Module) -> Any:
@@ -180,7 +263,7 @@ def _optimizer_for(trainer: Any, model: nn.Module, options: dict[str, Any]) -> A
         "eps": args.adam_epsilon,
         "weight_decay": args.weight_decay,
     }
-    options = {**defaults, **options}
+    options = {**defaults, **getattr(trainer, "zeroshard_options", {}), **options}
     if options.get("stage") == 3 and "units" not in options and _reads_head_directly(trainer):
         options["units"] = _units_without_head(model)
     decayed = set(trainer.get_decay_parameter_names(model))
@@ -218,4 +301,17 @@ def _units_without_head(model: Any) -> list[str]:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(value, ShardTensor) for value in model.state_dict().values())
+    return any(engine.shards_parameters for engine in engines_of(model.parameters()))
+
+
+def _steps_taken(optimizer: AdamW) -> int:
+    """Steps of this optimizer that changed weights."""
+    return optimizer.engine.step_count - int(optimizer.skipped_steps)
+
+
+def _unfinished(checkpoint: str, missing: str) -> ConfigError:
+    return ConfigError(
+        f"{checkpoint} has no {missing}: it was saved with save_only_model=True, or not to its "
+        "end. Resume from another checkpoint, by its path, or start anew from these weights, if "
+        "they are complete, with from_pretrained()"
+    )
