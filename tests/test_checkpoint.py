@@ -1,15 +1,20 @@
 """Optimizer state in a folder, at any number of ranks, in any stage and format."""
 
+import os
 import pathlib
+import pickle
 
+import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from models import assert_close, assert_same, decay_groups, letter_batches, letters, train, weights
 from ranks import run
 
 import zeroshard
 from zeroshard.checkpoint import load_optimizer, save_optimizer
 from zeroshard.errors import ConfigError
+from zeroshard.folders import load_folder, save_folder
 
 BF16 = torch.bfloat16
 FORMATS = {
@@ -224,6 +229,140 @@ def test_a_folder_that_is_no_checkpoint_is_refused_on_every_rank(saved, spoil):
     run(body)
 
 
+class Fails:
+    """What cannot be written."""
+
+    def __reduce__(self):
+        raise OSError("the disk is full")
+
+
+def test_what_fails_on_one_rank_leaves_the_earlier_checkpoint_as_it_was(tmp_path):
+    def body(rank, world_size):
+        _, optimizer = build(1)
+        transport = optimizer.engine.transport
+
+        def read(path):
+            found = {"it": {"value": torch.zeros(3), "note": ""}}
+            load_folder(path, found, transport, "thing")
+            return found["it"]["value"].tolist(), found["it"]["note"]
+
+        for path in (tmp_path / "new", tmp_path):  # beside a folder, inside of one
+            save_folder(path, {"it": {"value": torch.ones(3), "note": "a"}}, transport, "save")
+            (path / "notes.txt").write_text("of somebody else")
+            dist.barrier()
+            before = {file: file.stat().st_mtime_ns for file in path.iterdir() if file.is_file()}
+            dist.barrier()
+            bad = {"it": {"value": torch.full((3,), 2.0), "note": "b"}}
+            if rank == 1:
+                bad[f"of rank {rank}"] = Fails()
+            with pytest.raises(ConfigError, match=f"{path.name}.*the disk is full"):
+                save_folder(path, bad, transport, "save")
+            assert {file: file.stat().st_mtime_ns for file in before} == before
+            assert read(path) == ([1.0, 1.0, 1.0], "a")
+            dist.barrier()
+            save_folder(path, {"it": {"value": torch.zeros(3), "note": "c"}}, transport, "save")
+            assert read(path) == ([0.0, 0.0, 0.0], "c")
+            assert (path / "notes.txt").exists()
+            assert not [*path.glob(".incomplete"), *path.parent.glob("*.incomplete")]
+            dist.barrier()
+
+    run(body)
+
+
+def test_a_checkpoint_that_is_half_of_each_of_two_counts_as_none(saved):
+    """The last moment: the files are complete, and take the places of the earlier ones."""
+
+    def killed(rank, world_size):
+        rename = pathlib.Path.rename
+
+        def dies(file, target):
+            if pathlib.Path(target) == saved / "__0_0.distcp":
+                os._exit(3)
+            return rename(file, target)
+
+        pathlib.Path.rename = dies
+        model, optimizer = build(2)
+        save_optimizer(saved, model, optimizer)
+
+    with pytest.raises(AssertionError, match="died with exit code 3"):
+        run(killed)
+
+    def body(rank, world_size):
+        unchanged(*build(2), saved, f"{saved} holds no optimizer that save_optimizer")
+        dist.barrier()
+        model, optimizer = build(2)
+        save_optimizer(saved, model, optimizer)
+        load_optimizer(saved, model, optimizer)
+
+    run(body)
+    assert not list(saved.glob(".incomplete"))
+
+
+def test_ranks_of_a_process_group_save_without_the_others(tmp_path):
+    def body(rank, world_size):
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        if rank == 4:
+            return
+        model, optimizer = build(2, seed=rank // 2, mesh=groups[rank // 2])
+        train(model, optimizer, letter_batches(rank)[: 1 + rank // 2])
+        expected = state_bits(optimizer)
+        path = tmp_path / str(rank // 2)
+        save_optimizer(path, model, optimizer)
+        files = {file.name for file in path.iterdir()}
+        assert files == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+        model, optimizer = build(2, seed=rank // 2, mesh=groups[rank // 2])
+        load_optimizer(path, model, optimizer)
+        assert_same(state_bits(optimizer), expected, "state")
+
+    run(body, 5)
+
+
+@pytest.mark.parametrize("rows", [[[0, 1], [2, 3]], [[3, 2], [1, 0]]])
+def test_of_replicas_one_writes_and_all_read(rows, tmp_path):
+    def body(rank, world_size):
+        mesh = dist.device_mesh.DeviceMesh("cpu", torch.tensor(rows))
+        model, optimizer = build(2, mesh=mesh)
+        train(model, optimizer, letter_batches(rank)[:2])
+        expected = state_bits(optimizer)
+        save_optimizer(tmp_path, model, optimizer)
+        model, optimizer = build(2, seed=9, mesh=mesh)
+        load_optimizer(tmp_path, model, optimizer)
+        assert_same(state_bits(optimizer), expected, "state")
+
+    run(body, 4)
+    assert len(list(tmp_path.glob("*.distcp"))) == 2
+
+
+def test_numbers_of_numpy_are_saved_as_numbers(tmp_path):
+    def body(rank, world_size):
+        model, optimizer = build(2)
+        group = optimizer.param_groups[0]
+        group.update(
+            lr=numpy.float64(0.3), betas=(numpy.float32(0.5), 0.9), tag={"n": numpy.int64(3)}
+        )
+        save_optimizer(tmp_path, model, optimizer)
+        model, optimizer = build(2)
+        load_optimizer(tmp_path, model, optimizer)
+        group = optimizer.param_groups[0]
+        assert (group["lr"], group["betas"], group["tag"]) == (0.3, (0.5, 0.9), {"n": 3})
+        assert type(group["lr"]) is float
+
+    run(body)
+
+
+def test_an_option_that_could_not_be_read_is_refused_when_it_is_saved(saved):
+    def body(rank, world_size):
+        model, optimizer = build(2)
+        optimizer.param_groups[0]["path"] = pathlib.PurePosixPath("a")
+        with pytest.raises(ConfigError, match="'path' of a param group is a PurePosixPath"):
+            save_optimizer(saved, model, optimizer)
+        model, optimizer = build(2)
+        load_optimizer(saved, model, optimizer)
+        assert optimizer.state[model.embed.weight]["step"] == 2
+
+    run(body)
+
+
 def test_an_earlier_checkpoint_in_the_folder_is_removed_first(saved):
     def body(rank, world_size):
         model, optimizer = build(1)
@@ -245,3 +384,27 @@ def test_no_code_is_taken_out_of_a_file(saved):
         unchanged(model, optimizer, saved / "other", "(?i)weights.?only")
 
     run(body)
+
+
+class Planted:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_code_is_taken_out_of_what_describes_the_files(saved):
+    with open(saved / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+
+    for number, inside in enumerate((False, True)):
+        trap = saved / f"trap{number}"
+        metadata.planner_data["more"] = Planted(trap)
+        (saved / ".metadata").write_bytes(pickle.dumps(metadata if inside else Planted(trap)))
+
+        def body(rank, world_size, trap=trap):
+            unchanged(*build(2), saved, r"\.metadata cannot be read: it names posix.mkdir")
+            assert not trap.exists()
+
+        run(body)

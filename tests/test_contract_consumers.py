@@ -157,7 +157,7 @@ def test_8_bit_moments_take_over_whole_fp32_tensors(master):
         kept = optimizer.state[weight][{"split": "remainder", "fp32": "master"}[master]]
         kept = kept._local_tensor.clone()
         optimizer.state[weight]["exp_avg"] = torch.full(weight.shape, 0.5)
-        optimizer._shown.take_over(optimizer.state)
+        optimizer.shown_state.take_over(optimizer.state)
         entry = optimizer.state[weight]
         assert entry["exp_avg"].dtype == torch.int8
         optimizer.consolidate_state_dict()
@@ -579,9 +579,9 @@ def test_what_was_put_into_optimizer_state_is_saved_and_survives_new_groups():
         a, b = model.base.weight, model.adapter.weight  # of one shape
         optimizer.state[a]["exp_avg"] = torch.full((4, 4), 1.0)
         optimizer.state[b]["exp_avg"] = torch.full((4, 4), 2.0)
-        optimizer._shown.take_over(optimizer.state)
+        optimizer.shown_state.take_over(optimizer.state)
         optimizer.state[a], optimizer.state[b] = optimizer.state[b], optimizer.state[a]
-        optimizer._shown.take_over(optimizer.state)
+        optimizer.shown_state.take_over(optimizer.state)
         assert optimizer.state[a]["exp_avg"].full_tensor().eq(2).all()
         assert optimizer.state[b]["exp_avg"].full_tensor().eq(1).all()
 

@@ -586,8 +586,8 @@ def test_a_replaced_parameter_is_an_error_in_the_next_step_at_the_latest_that_na
     run(body)
 
 
-def test_a_placeholder_given_as_data_is_refused_on_every_rank():
-    """As `model._apply` with a function that copies: it would train on NaN."""
+def test_a_copy_of_a_placeholder_given_as_data_changes_nothing():
+    """As `model.to("cpu:0")`, a function of `model._apply` that copies: nothing was written."""
 
     def body(rank, world_size):
         # The last rank has no element of the pair.
@@ -595,6 +595,20 @@ def test_a_placeholder_given_as_data_is_refused_on_every_rank():
             pair = Pair(rank, world_size)
             parameter = getattr(pair.model, name)
             parameter.data = parameter.data.clone()
+            pair.steps(1)
+            pair.check("training goes on")
+
+    run(body, 3, timeout_s=20)
+
+
+def test_what_was_computed_of_a_placeholder_is_refused_as_data_on_every_rank():
+    """It would train on NaN."""
+
+    def body(rank, world_size):
+        for name in ("matrix", "pair"):
+            pair = Pair(rank, world_size)
+            parameter = getattr(pair.model, name)
+            parameter.data = 0.5 * parameter.data
             with pytest.raises(ConfigError, match=name) as caught:
                 pair.model(pair.input())
             assert "gather" in str(caught.value)

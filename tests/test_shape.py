@@ -28,7 +28,7 @@ LAYERS = [
     ["state", "accounts", "join"],
     ["optimizer"],
     ["weight_files", "adapters", "agreement"],
-    ["gather", "hub_names"],
+    ["gather", "hub_names", "folders"],
     ["initialise"],
     ["weights", "export", "ema", "checkpoint"],
     ["integrations"],

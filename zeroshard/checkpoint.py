@@ -1,30 +1,22 @@
-"""Optimizer state in a folder, by parameter name, through torch.distributed.checkpoint.
+"""Optimizer state in a folder, by parameter name.
 
 Nothing in such a folder knows the number of ranks, the bucket size or the stage that wrote it.
 """
 
-import io
 import os
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from .agreement import in_agreement
 from .engine import Engine
 from .errors import ConfigError
+from .folders import opened, read, save_folder
 from .layout import BLOCK
 from .optimizer import AdamW
 from .param_groups import check_group
@@ -34,6 +26,7 @@ from .wrappers import strip_wrappers, unwrap
 __all__ = ["load_optimizer", "save_optimizer", "unwrapped"]
 
 PREFIX = "optimizer"
+READABLE = (bool, int, float, complex, str, bytes, type(None))  # without code out of a file
 
 
 def unwrapped(optimizer: Any) -> AdamW:
@@ -55,7 +48,7 @@ def save_optimizer(path: str | os.PathLike[str], model: nn.Module, optimizer: An
 
     Moments, masters and step counters are written as they are, with the options of the param
     groups. Weights are not: save them beside, and load them before. Nor are gradients that wait for
-    a step. What an earlier call wrote to the folder is removed first.
+    a step. What an earlier call wrote to the folder stays until all is written.
 
     Args:
         path: the folder, which every rank sees.
@@ -63,20 +56,20 @@ def save_optimizer(path: str | os.PathLike[str], model: nn.Module, optimizer: An
         optimizer: a `zeroshard.AdamW`, or what wraps it.
 
     Raises:
-        ConfigError: the model does not hold every parameter that is trained.
+        ConfigError: the model does not hold every parameter that is trained; a group has an option
+            that could not be read back; the folder cannot be written. On every rank.
     """
     optimizer = unwrapped(optimizer)
     engine = optimizer.engine
     with in_agreement(engine.transport, "save_optimizer"):
         engine.check_can_step("save_optimizer")
-        if engine.transport.is_first:
-            _clear(Path(path))
         names = _names_of(model, optimizer)
         engine.masters.look_at_writes()
+        optimizer.shown_state.take_over(optimizer.state)
         state = {names[p]: state_of(engine, slot) for p, slot in engine.slot_of.items()}
-        content = {PREFIX: {"state": state, "param_groups": _named_groups(names, optimizer)}}
-    with _as_asked(path):
-        save(content, checkpoint_id=path, no_dist=not engine.transport.distributed)
+        groups = [_plain(group) for group in _named_groups(names, optimizer)]
+    content = {PREFIX: {"state": state, "param_groups": groups}}
+    save_folder(path, content, engine.transport, "save_optimizer")
 
 
 @torch.no_grad()
@@ -101,13 +94,12 @@ def load_optimizer(path: str | os.PathLike[str], model: nn.Module, optimizer: An
         engine.check_can_step("load_optimizer")
         engine.masters.look_at_writes()
         names = _names_of(model, optimizer)
-        reader = FileSystemReader(path)
-        metadata = reader.read_metadata()
+        reader, metadata = opened(path, "optimizer that save_optimizer() wrote")
         saved = metadata.state_dict_metadata
         groups = _saved_groups(reader, metadata)
         _check_names(names, _named_groups(names, optimizer), groups, saved)
         wanted = dict(_wanted(engine, names, saved))
-        values = _read(reader, wanted)
+        values = read(reader, wanted)
         slices = {}
         for parameter, slot in engine.slot_of.items():
             prefix = f"{PREFIX}.state.{names[parameter]}."
@@ -115,15 +107,9 @@ def load_optimizer(path: str | os.PathLike[str], model: nn.Module, optimizer: An
             slices[slot] = slices_of(engine, slot, fields)
     for slot, local in slices.items():
         load_slot(engine, slot, local)
+    optimizer.shown_state.show_all(optimizer.state)
     for group, other in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in other.items() if key != "params"})
-
-
-def _clear(folder: Path) -> None:
-    """Remove an earlier checkpoint; what makes it one comes first, lest it be read half gone."""
-    (folder / ".metadata").unlink(missing_ok=True)
-    for file in folder.glob("*.distcp"):
-        file.unlink()
 
 
 def _names_of(model: nn.Module, optimizer: AdamW) -> dict[nn.Parameter, str]:
@@ -146,6 +132,22 @@ def _named_groups(names: Mapping[nn.Parameter, str], optimizer: AdamW) -> list[d
     ]
 
 
+def _plain(value: Any, key: object = "an option") -> Any:
+    """Options of a group, numbers of numpy as Python's; raise where a file could not give it."""
+    if type(value).__module__ == "numpy" and value.shape == ():
+        value = value.item()
+    if isinstance(value, dict):
+        return {key: _plain(entry, key) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(entry, key) for entry in value)
+    if not isinstance(value, (torch.Tensor, torch.dtype)) and type(value) not in READABLE:
+        raise ConfigError(
+            f"{key!r} of a param group is a {type(value).__name__}, which would have to be read as "
+            "code: save numbers, strings, tensors, and lists and dictionaries of these"
+        )
+    return value
+
+
 def _saved_groups(reader: FileSystemReader, metadata: Metadata) -> list[dict[str, Any]]:
     """The param groups of a saved optimizer, with names instead of parameters."""
     flat = {
@@ -158,7 +160,7 @@ def _saved_groups(reader: FileSystemReader, metadata: Metadata) -> list[dict[str
     if not flat:
         raise ConfigError(f"{reader.path} holds no optimizer that save_optimizer() wrote")
     paths = {key: metadata.planner_data[key] for key in flat}
-    groups: list[dict[str, Any]] = unflatten_state_dict(_read(reader, flat), paths)[PREFIX][
+    groups: list[dict[str, Any]] = unflatten_state_dict(read(reader, flat), paths)[PREFIX][
         "param_groups"
     ]
     return groups
@@ -210,32 +212,3 @@ def _wanted(
                 )
             local = torch.empty(slices.numels[engine.transport.rank], dtype=dtype)
             yield key, shown(engine, slices, local)
-
-
-@contextmanager
-def _as_asked(path: object) -> Iterator[None]:
-    """Without torch's guess why a rank works alone, and with errors that are Exceptions."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield
-        except CheckpointException as error:
-            _, (cause, _) = next(iter(error.failures.items()))
-            raise ConfigError(f"checkpoint {path}: {str(cause) or repr(cause)}") from cause
-
-
-class _Planner(DefaultLoadPlanner):
-    """Takes keys as they are, and no code out of a file."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-
-
-def _read(reader: FileSystemReader, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Fill the tensors of a flat state dict; alone, since each rank knows what it needs."""
-    with _as_asked(reader.path):
-        load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
-    return wanted

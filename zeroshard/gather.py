@@ -18,6 +18,7 @@ from .adapters import (
 from .agreement import in_agreement
 from .engine import Engine, engines_of, newest_engine
 from .errors import ConfigError
+from .shard_tensor import ShardTensor
 from .transport import Op
 from .wrappers import unwrap
 
@@ -29,7 +30,10 @@ __all__ = [
     "gather",
     "gather_whole_arenas",
     "gathered",
+    "is_sharded",
+    "no_sync",
     "stream",
+    "whole_state_dict",
 ]
 
 
@@ -97,6 +101,40 @@ def gather(
                     engine.masters.write_back(parameters)
                 owned = {p for engine in engines for p in engine.parameters.places}
                 newest.broadcast(dict.fromkeys(p for p in parameters if p not in owned))
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether parameters of a module are whole in their units only."""
+    return any(engine.shards_parameters for engine in engines_of(module.parameters()))
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Backwards inside keep gradients of a module local, in whichever optimizers they are."""
+    with ExitStack() as stack:
+        for engine in engines_of(module.parameters()):
+            stack.enter_context(engine.gradients.no_sync())
+        yield
+
+
+def whole_state_dict(module: nn.Module, keep: bool) -> dict[str, Any]:
+    """A module's state dict with whole tensors, one gathered after the other; all ranks must call.
+
+    Args:
+        module: any.
+        keep: whether this rank gets them, on the CPU. Else what had to be gathered is on the meta
+            device.
+    """
+    state: dict[str, Any] = module.state_dict()
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    known: dict[Any, Tensor] = {}  # tied parameters are gathered once, and stay tied
+    for key, value in state.items() if is_sharded(module) else ():
+        if isinstance(value, ShardTensor):
+            owner = parameters.get(key, key)
+            if owner not in known:
+                known[owner] = value.full_tensor().to("cpu" if keep else "meta")
+            state[key] = known[owner]
+    return state
 
 
 def full_parameters(

@@ -16,7 +16,6 @@ from .modules import OwnHook
 from .parameters import Parameters
 from .place import Place
 from .shard_tensor import ShardTensor
-from .storage import apart, slot_view
 from .transport import Transport
 
 __all__ = ["ModuleState", "ParameterShard"]
@@ -113,8 +112,7 @@ class ModuleState:
                 continue  # asked for with keep_vars=True, as the object that it is
             if place.arena.shard is None or self.is_pinned(place):
                 if value is not None and value.data_ptr() == place.view.data_ptr():
-                    spec = place.slot.spec
-                    state_dict[key] = slot_view(apart(place.flat), spec.shape, spec.stride)
+                    state_dict[key] = place.apart()
                 continue
             self.parameters.settle([place])
             if value is not None:

@@ -170,7 +170,7 @@ class AdamW(torch.optim.Optimizer, UnevenInputs):
         transport = connect(mesh, device)
         engine = Engine(options, transport)
         engine.groups = lambda: self.param_groups
-        self._shown = ShownState(engine)
+        self.shown_state = ShownState(engine)
         if model is not None:
             engine.model = weakref.ref(model)
         engine.on_added = self._show_state
@@ -208,10 +208,10 @@ class AdamW(torch.optim.Optimizer, UnevenInputs):
     def _engine_closed(self, engine: Engine) -> None:
         if self._engine is engine:
             self.state.clear()
-            self._shown.forget()
+            self.shown_state.forget()
 
     def _show_state(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._shown.show(parameters, self.state)
+        self.shown_state.show(parameters, self.state)
 
     @property
     def engine(self) -> Engine:
@@ -246,7 +246,7 @@ class AdamW(torch.optim.Optimizer, UnevenInputs):
                 loss = closure()
         self._consolidated.clear()
         engine = self.engine
-        self._shown.take_over(self.state)
+        self.shown_state.take_over(self.state)
         if self._join_config.enable:
             share_options(engine, has_inputs=True)
         engine.step()
@@ -311,7 +311,7 @@ class AdamW(torch.optim.Optimizer, UnevenInputs):
             to: rank in the shard group.
         """
         self.engine.check_can_step("consolidate_state_dict")
-        self._shown.take_over(self.state)
+        self.shown_state.take_over(self.state)
         parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
         whole = consolidate(self.engine, parameters, to)
         self._consolidated[:] = [whole] if self.engine.transport.rank == to else []
@@ -350,7 +350,7 @@ class AdamW(torch.optim.Optimizer, UnevenInputs):
             load_slot(engine, slot, local)
         for group, saved in groups:
             group.update({key: value for key, value in saved.items() if key != "params"})
-        self._shown.show_all(self.state)
+        self.shown_state.show_all(self.state)
         self._consolidated.clear()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

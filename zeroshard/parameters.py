@@ -273,7 +273,7 @@ class Parameters:
     def _renew_placeholders(self, arena: Arena) -> None:
         """Make new ones: who swapped `.data` holds an old one, and must not swap it back."""
         with torch.inference_mode(False):
-            arena.placeholders = arena.placeholders.clone()
+            arena.replace_placeholders()
         for place in self.places.values():
             if place.arena is arena:
                 shows_it = place.parameter.data_ptr() == place.placeholder_ptr

@@ -1,10 +1,12 @@
 """Where one parameter lives: its slot of an arena, and what its `.data` is now."""
 
+import weakref
+
 from torch import Tensor, nn
 
 from .layout import Layout, Slot
 from .shard_tensor import Slices
-from .storage import Arena, slot_view
+from .storage import Arena, apart, slot_view
 
 __all__ = ["Place"]
 
@@ -23,6 +25,7 @@ class Place:
     """
 
     __slots__ = (
+        "_apart",
         "arena",
         "data_ptr",
         "is_hidden",
@@ -42,6 +45,7 @@ class Place:
         self.slices = Slices.of_slot(layout, slot.index)
         self.local_range = layout.local_range(slot.index, arena.rank)
         self.view = slot_view(self.flat, slot.spec.shape, slot.spec.stride)
+        self._apart: weakref.ref[Tensor] | None = None
         self.placeholder: Tensor | None = None
         self.placeholder_ptr = 0
         if arena.shard is not None:
@@ -59,6 +63,14 @@ class Place:
     def flat(self) -> Tensor:
         """[slot.numel] of the arena's whole parameters."""
         return self.arena.parameters[self.slot.offset : self.slot.offset + self.slot.numel]
+
+    def apart(self) -> Tensor:
+        """The whole parameter behind a storage of its own, one for all who have it at a time."""
+        flat = None if self._apart is None else self._apart()
+        if flat is None or flat.data_ptr() != self.flat.data_ptr():
+            flat = apart(self.flat)
+            self._apart = weakref.ref(flat)
+        return slot_view(flat, self.slot.spec.shape, self.slot.spec.stride)
 
     def renew_placeholder(self, elements: Tensor) -> None:
         """Show one of `elements` (NaN) from now on, whoever still shows the one before."""

@@ -26,6 +26,7 @@ class StepPlan:
         self._membership = Membership()
         self._left: set[int] = set()  # slots whose parameters are in no group any more
         self._planned_for: list[int] | None = None
+        self.slot_of: Mapping[nn.Parameter, int] = {}
 
     def attach(
         self,

@@ -14,8 +14,13 @@ from .layout import ArenaPlan, Run
 __all__ = ["Arena", "BufferPool", "apart", "on_device", "slot_view", "storage_nbytes"]
 
 
-# NaNs whose quiet bit is not set, which every operation but a copy sets.
-SIGNALLING_NAN = {"float32": 0x7FA00000, "bfloat16": 0x7FA0, "float16": 0x7D00}
+# NaNs whose quiet bit is not set, which every operation but a copy sets: the first one's bits, and
+# how many there are.
+SIGNALLING_NANS = {
+    "float32": (0x7F800001, 0x3FFFFF),
+    "bfloat16": (0x7F81, 0x3F),
+    "float16": (0x7C01, 0x1FF),
+}
 
 
 class Arena:
@@ -53,8 +58,9 @@ class Arena:
         # One NaN for each slot, which its parameter shows while there is no memory.
         self.placeholders = self.allocate(len(plan.slots) if sharded else 0, plan.dtype)
         bits = torch.int32 if self.placeholders.itemsize == 4 else torch.int16
-        self._nan = torch.full_like(self.placeholders.view(bits), SIGNALLING_NAN[plan.dtype])
-        self.renew_placeholders()
+        self._nan = self.placeholders.view(bits).clone()
+        self._nans_made = 0
+        self.replace_placeholders()
         self.is_whole = True
         self.is_reached = sharded is False  # by the backward under way, through its unit's outputs
         self.gradients: Tensor | None = None
@@ -62,12 +68,20 @@ class Arena:
         self.fields: tuple[Field, ...] = ()
         self.state: dict[str, Tensor] = {}
 
+    def replace_placeholders(self) -> None:
+        """Others from now on, whoever still has those from before."""
+        first, count = SIGNALLING_NANS[self.plan.dtype]
+        self._nan.fill_(first + self._nans_made % count)
+        self._nans_made += 1
+        self.placeholders = torch.empty_like(self.placeholders)
+        self.renew_placeholders()
+
     def renew_placeholders(self) -> None:
         """Let them be NaN again."""
         self.placeholders.view(self._nan.dtype).copy_(self._nan)
 
     def is_copy_of_placeholder(self, data: Tensor) -> bool:
-        """Whether all elements are a placeholder's; arithmetic makes another NaN of that one."""
+        """Whether all elements are a present placeholder's; arithmetic makes another NaN of it."""
         return bool((data.view(self._nan.dtype) == self._nan[0]).all())
 
     def shows_placeholders(self) -> bool:

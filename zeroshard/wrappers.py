@@ -10,6 +10,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -52,18 +53,8 @@ class DDPWatch:
         for module in live_modules():
             if isinstance(module, DistributedDataParallel):
                 self._add(module)
-        this = weakref.ref(self)
-
-        def seen(module: nn.Module, name: str, child: Any) -> None:
-            watch = this()
-            if watch is not None and isinstance(module, DistributedDataParallel):
-                if isinstance(child, nn.Module):
-                    watch.on_wrapping(child)
-                watch._add(module)
-
-        # DDP's constructor registers the wrapped model, which is how a later one is noticed.
-        handle = register_module_module_registration_hook(seen)
-        self.close = weakref.finalize(self, handle.remove)
+        _listen()
+        _watches.add(self)
 
     def _add(self, ddp: DistributedDataParallel) -> None:
         this = weakref.ref(self)
@@ -87,6 +78,24 @@ class DDPWatch:
             if "module" in ddp._modules
             for parameter in ddp.module.parameters()
         )
+
+
+# One hook for good: to remove one, as when a watch goes, would disturb who is just calling them.
+_watches: "weakref.WeakSet[DDPWatch]" = weakref.WeakSet()
+
+
+@lru_cache(maxsize=1)
+def _listen() -> None:
+    # DDP's constructor registers the wrapped model, which is how a later one is noticed.
+    register_module_module_registration_hook(_seen)
+
+
+def _seen(module: nn.Module, name: str, child: Any) -> None:
+    if isinstance(module, DistributedDataParallel):
+        for watch in list(_watches):
+            if isinstance(child, nn.Module):
+                watch.on_wrapping(child)
+            watch._add(module)
 
 
 class DDPGuard:

@@ -2,17 +2,20 @@
 
 import gc
 import itertools
+import os
 import pydoc_data.topics
+import shutil
 import warnings
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from consumers import Consumer, tried
 from models import assert_same, full_gradients, weights
 from ranks import run
@@ -481,7 +484,9 @@ def test_hooks_of_the_user_are_respected(tmp_path):
             script.accelerator.register_save_state_pre_hook(save)
             train(script)
             script.accelerator.save_state(folder)
-            assert seen.pop() == (1, 1, str(folder))
+            models, states, written_to = seen.pop()
+            assert (models, states) == (1, 1)
+            assert Path(written_to).parent == folder.parent, "it moves when it is complete"
             files = {path.name for path in folder.iterdir()}
             assert "zeroshard_optimizer_0" in files, files
             assert not [name for name in files if "model" in name], files
@@ -497,13 +502,21 @@ def test_hooks_of_the_user_are_respected(tmp_path):
 )
 def test_saved_models_are_complete(tmp_path):
     def body():
+        transports = counted()
         for stage, tied in itertools.product(STAGES, (False, True)):
             folder = tmp_path / f"{stage}, {tied}"
             script = start(stage, Accelerator, model=llama(tie_word_embeddings=tied))
             accelerator = script.accelerator
             train(script)
             expected = weights(script.inner)
+            transports[-1].calls.clear()
             state = accelerator.get_state_dict(script.model)
+            each_once = len(list(script.inner.parameters())) if stage == 3 else 0
+            assert transports[-1].calls["full_tensor"] == each_once
+            if state and tied:
+                assert state["lm_head.weight"].data_ptr() == (
+                    state["model.embed_tokens.weight"].data_ptr()
+                )
             accelerator.save_model(script.model, folder)
             accelerator.wait_for_everyone()
             if tied:
@@ -639,6 +652,129 @@ def test_several_models_are_saved_together(tmp_path):
         assert_same(step(), expected, f"stage {stage}")
 
     in_two_ranks(lambda: [resume(stage) for stage in STAGES])
+
+
+class Breaks:
+    """An object of the user's that is saved after models and optimizers; breaks when told."""
+
+    def __init__(self):
+        self.how = lambda: None
+
+    def state_dict(self):
+        self.how()
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@tried(
+    "`save_state` over an earlier checkpoint, and the main process fails or is killed half way: "
+    "the earlier one stays, and loads",
+    stages="2, 3",
+)
+def test_a_save_that_breaks_off_leaves_the_earlier_checkpoint(tmp_path):
+    def fail():
+        raise OSError("the disk is full")
+
+    def script_of(stage):
+        breaks = Breaks()
+        script = start(stage, Accelerator)
+        script.accelerator.register_for_checkpointing(breaks)
+        return script, breaks
+
+    def save(stage, how):
+        folder = tmp_path / str(stage)
+        script, breaks = script_of(stage)
+        train(script)
+        script.accelerator.save_state(folder)
+        (folder / "notes.txt").write_text("of the user's")
+        expected = results(script, train(script, epoch=1))
+        script.accelerator.wait_for_everyone()
+        if script.accelerator.is_main_process:
+            breaks.how = how
+        if how is fail:
+            with pytest.raises(zeroshard.errors.ConfigError, match="rank 0: the disk is full"):
+                script.accelerator.save_state(folder)
+            load(stage, expected)
+            script.accelerator.wait_for_everyone()
+            script, _ = script_of(stage)
+            expected = results(script, train(script))
+            script.accelerator.save_state(folder)
+            script.accelerator.wait_for_everyone()
+            assert (folder / "notes.txt").exists()
+            assert {path.name for path in tmp_path.iterdir()} <= {"2", "3"}
+            script, _ = script_of(stage)
+            script.accelerator.load_state(folder)
+            assert_same(weights(script.inner), {k: expected[k] for k in weights(script.inner)}, "")
+        else:
+            torch.save(expected, tmp_path / f"expected-{torch.distributed.get_rank()}")
+            script.accelerator.wait_for_everyone()
+            script.accelerator.save_state(folder)
+
+    def load(stage, expected=None):
+        if expected is None:
+            expected = torch.load(tmp_path / f"expected-{torch.distributed.get_rank()}")
+        script, _ = script_of(stage)
+        script.accelerator.load_state(tmp_path / str(stage))
+        assert_same(results(script, train(script, epoch=1)), expected, f"stage {stage}")
+
+    in_two_ranks(lambda: [save(stage, fail) for stage in (2, 3)])
+    for stage in (2, 3):
+        with pytest.raises(AssertionError, match="rank 0 died with exit code 3"):
+            in_two_ranks(save, stage, lambda: os._exit(3))
+        in_two_ranks(load, stage)
+
+
+@tried(
+    "`load_state` of another architecture, of a checkpoint that misses a folder, or of models in "
+    "another order; `save_state` of an optimizer whose model was not prepared; `save_on_each_node`",
+    stages="2, 3",
+    result="refused, on every process: the error says what does not fit; nothing has changed",
+)
+def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path):
+    def refused(script, folder, message):
+        before = weights(script.inner)
+        with pytest.raises(zeroshard.errors.ConfigError, match=message):
+            script.accelerator.load_state(folder)
+        assert_same(weights(script.inner), before, message)
+        script.accelerator.wait_for_everyone()
+
+    def two_models(stage, prepared):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        models = torch.nn.Linear(6, 6), torch.nn.Sequential(torch.nn.Linear(6, 6))
+        optimizer = zeroshard.AdamW(torch.nn.ModuleList(models), stage=stage)
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(*[models[number] for number in prepared], optimizer)
+        return Script(accelerator, torch.nn.ModuleList(models), optimizer, None, None)
+
+    def body():
+        for stage in (2, 3):
+            folder = tmp_path / str(stage)
+            script = start(stage, Accelerator)
+            script.accelerator.save_state(folder)
+            other = start(stage, Accelerator, model=llama(head_dim=8))
+            refused(other, folder, r"q_proj.weight' must have shape \(16, 32\), and has \(32, 32\)")
+            for gone in ("zeroshard_optimizer_0", "zeroshard_model_0"):
+                script = start(stage, Accelerator)
+                script.accelerator.save_state(folder)
+                if script.accelerator.is_main_process:
+                    shutil.rmtree(folder / gone)
+                script.accelerator.wait_for_everyone()
+                refused(script, folder, f"{folder} holds no {gone} that is complete")
+
+            folder = tmp_path / f"two, {stage}"
+            two_models(stage, (0, 1)).accelerator.save_state(folder)
+            refused(two_models(stage, (1, 0)), folder, "'0.bias' is not in it.*in the same order")
+            lacks = two_models(stage, (0,)).accelerator
+            with pytest.raises(zeroshard.errors.ConfigError, match=r"to accelerator\.prepare too"):
+                lacks.save_state(tmp_path / "lacks")
+            each_node = ProjectConfiguration(save_on_each_node=True)
+            script = start(stage, Accelerator, project_config=each_node)
+            with pytest.raises(zeroshard.errors.ConfigError, match="save_on_each_node"):
+                script.accelerator.save_state(tmp_path / "each")
+
+    in_two_ranks(body)
 
 
 # --- the rest of a script

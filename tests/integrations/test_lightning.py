@@ -443,6 +443,50 @@ def test_a_folder_holds_every_ranks_slices_and_resumes_in_any_stage(tmp_path):
     assert_same(dict(loaded.named_parameters()), expected, "consolidated by Lightning's tool")
 
 
+class Fails:
+    """What cannot be written."""
+
+    def __reduce__(self):
+        raise OSError("the disk is full")
+
+
+@tried(
+    "A save that fails half way, as a folder: the checkpoint that was there stays, whole",
+    stages="1, 2, 3",
+)
+def test_a_save_that_fails_leaves_the_earlier_checkpoint(tmp_path):
+    def body(rank, world_size):
+        for stage in (1, 2, 3):
+            module, path = Lit(stage), tmp_path / f"{stage}.ckpt"
+            if rank == 0:
+                path.write_text("a file, where a folder will be")
+            trainer = fit(module, sharded(), epochs=1)
+            trainer.save_checkpoint(path)
+            expected = weights(module)
+            with torch.no_grad(), zeroshard.gather(module, writeback=True):
+                module.net.layers[0].norm.weight.zero_()
+            trainer.strategy.barrier()
+            (tmp_path / f"{stage}.ckpt" / "notes.txt").write_text("of the user's")
+            module.on_save_checkpoint = lambda checkpoint: checkpoint.update(bad=Fails())
+            with pytest.raises(ConfigError, match="rank 0: the disk is full"):
+                trainer.save_checkpoint(path)
+            again = Lit(stage)
+            trainer = trainer_of(sharded(), epochs=1)
+            trainer.fit(again, loader(0, 16), ckpt_path=path)
+            assert_same(weights(again), expected, f"stage {stage}")
+            kept = {".metadata", "__0_0.distcp", "__1_0.distcp", "optimizer-0", "notes.txt"}
+            assert {file.name for file in path.iterdir()} - {".incomplete"} == {"meta.pt", *kept}
+            trainer.strategy.barrier()
+            trainer.strategy.save_distributed_checkpoint = False  # a file, where a folder is
+            trainer.save_checkpoint(path)
+            trainer.strategy.barrier()
+            assert_same(dict(Lit.load_from_checkpoint(path).named_parameters()), expected, "file")
+            trainer.strategy.barrier()
+
+    ranks_of(body)
+    assert not list(tmp_path.rglob("*.incomplete"))
+
+
 @tried(
     "`validate`, `test`, `predict`, `save_checkpoint` and a second `fit` afterwards",
     stages="1, 2, 3",

@@ -4,7 +4,7 @@ Changes nothing for a model that none of them trains.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,21 +13,22 @@ import accelerate
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 
+from ..agreement import in_agreement
 from ..checkpoint import load_optimizer, save_optimizer
 from ..ema import EMA
-from ..engine import engines_of
+from ..engine import Engine, engines_of
 from ..errors import ConfigError
+from ..folders import METADATA, load_folder, new_folder, save_folder
+from ..gather import is_sharded, no_sync, whole_state_dict
 from ..optimizer import AdamW
-from ..shard_tensor import ShardTensor
 from ..weights import load_weights
 
 __all__ = ["Accelerator"]
 
 KEY = "zeroshard"
+SAME = "Prepare the models and optimizers that were saved, in the same order"
 
 
 class Accelerator(accelerate.Accelerator):
@@ -48,10 +49,6 @@ class Accelerator(accelerate.Accelerator):
 
     _optimizers: list[Any]
     _custom_objects: list[Any]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.register_load_state_pre_hook(self._load_models)
 
     def prepare_model(
         self,
@@ -74,11 +71,8 @@ class Accelerator(accelerate.Accelerator):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """As Accelerate's; `accumulate` uses it."""
-        with ExitStack() as stack:
-            if not isinstance(model, DistributedDataParallel):
-                for engine in engines_of(model.parameters()):
-                    stack.enter_context(engine.gradients.no_sync())
-            stack.enter_context(super().no_sync(model))
+        in_ddp = isinstance(model, DistributedDataParallel)
+        with nullcontext() if in_ddp else no_sync(model), super().no_sync(model):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -88,27 +82,42 @@ class Accelerator(accelerate.Accelerator):
             model: any.
             unwrap: False returns what the model's own `state_dict()` does: under stage 3, slices.
         """
-        state: dict[str, Any] = super().get_state_dict(model, unwrap)
-        if not unwrap or not any(isinstance(value, ShardTensor) for value in state.values()):
+        if not unwrap or not is_sharded(model):
+            state: dict[str, Any] = super().get_state_dict(model, unwrap)
             return state
-        whole = {}
-        for name, value in state.items():  # one tensor at a time, and the others let go of theirs
-            full = value.full_tensor() if isinstance(value, ShardTensor) else value
-            if self.is_main_process:
-                whole[name] = full.cpu() if isinstance(full, torch.Tensor) else full
-        return whole
+        whole = whole_state_dict(self.unwrap_model(model), keep=self.is_main_process)
+        if not self.is_main_process:
+            return {}
+        return {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in whole.items()}
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
         """As Accelerate's; what is ours are folders inside, to which every rank writes its part.
 
-        Every process must call it, with a folder that all of them see.
+        Every process must call it, with a folder that all of them see. All is written beside, and
+        moved to `output_dir` once it is complete; an earlier checkpoint there stays until then.
+
+        Raises:
+            ConfigError: any process failed; on every process.
         """
-        hook = self.register_save_state_pre_hook(self._save_models)  # behind those of the user
+        engine = self._engine()
+        if engine is None:
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+        if self.project_configuration.save_on_each_node:
+            raise ConfigError(
+                "save_on_each_node=True saves to a folder on each node, and every process adds its "
+                "slices to one folder: leave it out, and save to where all processes see it"
+            )
+        hook = self.register_save_state_pre_hook(self._save_ours)  # behind those of the user
         try:
             with self._stand_ins():
-                return super().save_state(output_dir, safe_serialization, **kwargs)
+                if output_dir is None or self.project_configuration.automatic_checkpoint_naming:
+                    return super().save_state(output_dir, safe_serialization, **kwargs)  # is new
+                ours = (f"{KEY}_*",)
+                with new_folder(output_dir, engine.transport, "save_state", parts=ours) as fresh:
+                    super().save_state(str(fresh), safe_serialization, **kwargs)
+                return Path(output_dir)
         finally:
             hook.remove()
 
@@ -116,9 +125,24 @@ class Accelerator(accelerate.Accelerator):
         """As Accelerate's; every process must call it.
 
         Loads as well what Accelerate's own class saved of a model in DDP with torch's AdamW.
+
+        Raises:
+            ConfigError: a checkpoint that was not saved to the end, or of something else; on every
+                process.
         """
-        with self._stand_ins():
-            super().load_state(input_dir, *args, **kwargs)
+        hook = self.register_load_state_pre_hook(self._load_ours)  # behind those of the user
+        try:
+            with self._stand_ins():
+                super().load_state(input_dir, *args, **kwargs)
+        finally:
+            hook.remove()
+
+    def _engine(self) -> Engine | None:
+        """That of the first optimizer of ours."""
+        engines = [engine for model in self._models for engine in engines_of(model.parameters())]
+        inner = [getattr(entry, "optimizer", None) for entry in self._optimizers]
+        engines += [optimizer.engine for optimizer in inner if isinstance(optimizer, AdamW)]
+        return engines[0] if engines else None
 
     @contextmanager
     def _stand_ins(self) -> Iterator[None]:
@@ -133,20 +157,14 @@ class Accelerator(accelerate.Accelerator):
 
     def _stand_in(self, entry: Any, number: int) -> Any:
         if isinstance(entry, EMA):
-            return _Apart(
-                f"{KEY}_average_{number}",
-                lambda path: self._write(path, entry),
-                lambda path: self._read(path, entry),
-                entry.load_state_dict,
-            )
+            return _apart(f"{KEY}_average_{number}", entry, entry.engine)
         optimizer = getattr(entry, "optimizer", None)
         if not isinstance(optimizer, AdamW):
             return entry
-        model = self._model_of(optimizer)
         return _Apart(
             f"{KEY}_optimizer_{number}",
-            lambda path: save_optimizer(path, model, optimizer),
-            lambda path: load_optimizer(path, model, optimizer),
+            lambda path: save_optimizer(path, self._model_of(optimizer), optimizer),
+            lambda path: load_optimizer(path, self._model_of(optimizer), optimizer),
             optimizer.load_state_dict,
         )
 
@@ -156,76 +174,116 @@ class Accelerator(accelerate.Accelerator):
         for model in self._models:
             if wanted.issubset(model.parameters()):
                 return _inner(model)
-        return nn.ModuleList(_inner(model) for model in self._models if _is_ours(model))
+        together = nn.ModuleList(_inner(model) for model in self._models if _is_ours(model))
+        if not wanted.issubset(together.parameters()):
+            raise ConfigError(
+                "the optimizer trains parameters of a model that was not prepared, so they have no "
+                "place in a checkpoint: give the model to accelerator.prepare too"
+            )
+        return together
 
-    def _save_models(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        """Just before Accelerate saves: the models that are ours, and where the rest goes."""
-        self._tell(folder)
-        if len(weights) != len(models):
-            return  # a hook of the user's saves in its own way
-        for number in reversed(range(len(models))):
+    def _save_ours(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        """Just before Accelerate saves: write what is ours, and leave it the rest."""
+        parts = self._parts_apart()
+        # A hook of the user's that takes weights away saves the models in its own way.
+        for number in reversed(range(len(models))) if len(weights) == len(models) else ():
             if _is_ours(models[number]):
-                self._write(_path(folder, number), _inner(models[number]))
+                parts.append(_model(models[number], number))
                 del weights[number]
+        for part in parts:
+            part.save(Path(folder, part.name))
 
-    def _load_models(self, models: list[nn.Module], folder: str) -> None:
-        """Just before Accelerate loads: the models that are ours, and where the rest is."""
-        self._tell(folder)
-        ours = [number for number, model in enumerate(models) if _is_ours(model)]
-        folders = [number for number in ours if _path(folder, number).is_dir()]
-        for number in reversed(folders):
-            self._read(_path(folder, number), _inner(models[number]))
-            del models[number]
-        files = [Path(folder, f"model_{n}.safetensors" if n else "model.safetensors") for n in ours]
-        if not folders and len(ours) == len(models) and all(file.is_file() for file in files):
-            for model, file in zip(models, files, strict=True):  # as Accelerate's own class saves
-                load_weights(_inner(model), file)
+    def _load_ours(self, models: list[nn.Module], folder: str) -> None:
+        """Just before Accelerate loads: read what is ours, and leave it the rest."""
+        engine = self._engine()
+        if engine is None:
+            return
+        # A hook of the user's takes away the models that it loads, or leaves files to Accelerate.
+        left = {n: m for n, m in enumerate(self._models) if any(m is model for model in models)}
+        ours = {n: _model(model, n) for n, model in left.items() if _is_ours(model)}
+        files = {
+            n: Path(folder, f"model_{n}.safetensors" if n else "model.safetensors") for n in ours
+        }
+        with in_agreement(engine.transport, f"load_state from {folder}"):
+            is_whole = all(file.is_file() for file in files.values())
+            is_ours = any(Path(folder).glob(f"{KEY}_*"))
+            if is_ours:
+                ours = {n: p for n, p in ours.items() if p.is_in(folder) or not files[n].is_file()}
+            parts = [*ours.values(), *self._parts_apart()]
+            missing = [part.name for part in parts if not part.is_in(folder)]
+            if is_ours and missing:
+                raise ConfigError(f"{folder} holds no {missing[0]} that is complete. {SAME}")
+        if is_ours:
+            for part in parts:  # models first: their optimizers' masters go with them
+                part.read(folder)
+            models[:] = [model for n, model in left.items() if n not in ours]
+        elif is_whole and len(ours) == len(models):
+            for number, file in files.items():  # as Accelerate's own class saves
+                load_weights(_inner(self._models[number]), file)
             models.clear()
 
-    def _tell(self, folder: str) -> None:
-        for entry in (*self._optimizers, *self._custom_objects):
-            if isinstance(entry, _Apart):
-                entry.folder = folder
-
-    def _write(self, path: Path, entry: nn.Module | EMA) -> None:
-        save({KEY: entry.state_dict()}, checkpoint_id=path, no_dist=not self.use_distributed)
-
-    def _read(self, path: Path, entry: nn.Module | EMA) -> None:
-        content = {KEY: entry.state_dict()}
-        load(content, checkpoint_id=path, no_dist=not self.use_distributed)
-        entry.load_state_dict(content[KEY])
+    def _parts_apart(self) -> "list[_Apart]":
+        every = (*self._optimizers, *self._custom_objects)
+        return [entry for entry in every if isinstance(entry, _Apart)]
 
 
 @dataclass
 class _Apart:
-    """What Accelerate sees, while it saves or loads, in the place of something that is ours.
+    """Something of ours in a folder of its own; stands in its place while Accelerate works.
 
-    It asks for the state on every rank and writes it on the main one, which would lose slices: so
-    the state goes to a folder, and Accelerate writes the folder's name.
+    Accelerate asks for a state on every rank and writes that of the main one, which would lose
+    slices. What it gets and writes is the folder's name.
 
     Attributes:
         name: of the folder.
-        write: writes the folder, given its path.
-        read: reads it.
+        save: writes the folder, given its path.
+        load: reads it.
         take: loads a state that came in Accelerate's own way.
-        folder: of the whole checkpoint.
+        was_read: whether the folder was.
     """
 
     name: str
-    write: Callable[[Path], None]
-    read: Callable[[Path], None]
-    take: Callable[[dict[str, Any]], None]
-    folder: str = ""
+    save: Callable[[Path], None]
+    load: Callable[[Path], None]
+    take: Callable[[dict[str, Any]], object]
+    was_read: bool = False
+
+    def is_in(self, folder: str) -> bool:
+        return Path(folder, self.name, METADATA).is_file()
+
+    def read(self, folder: str) -> None:
+        try:
+            self.load(Path(folder, self.name))
+        except ConfigError as error:
+            raise ConfigError(f"{error}. {SAME}") from error
+        self.was_read = True
 
     def state_dict(self) -> dict[str, Any]:
-        self.write(Path(self.folder, self.name))
         return {KEY: self.name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if KEY in state_dict:
-            self.read(Path(self.folder, state_dict[KEY]))
-        else:
+        if KEY not in state_dict:
             self.take(state_dict)
+        elif not self.was_read:
+            raise ConfigError(f"the checkpoint holds no {state_dict[KEY]}. {SAME}")
+
+
+def _apart(name: str, entry: nn.Module | EMA, engine: Engine) -> _Apart:
+    """Something that is saved by its state dict."""
+
+    def save(path: Path) -> None:
+        save_folder(path, {KEY: entry.state_dict()}, engine.transport, "save_state")
+
+    def load(path: Path) -> None:
+        content = {KEY: entry.state_dict()}
+        load_folder(path, content, engine.transport, "state that save_state() wrote")
+        entry.load_state_dict(content[KEY])
+
+    return _Apart(name, save, load, entry.load_state_dict)
+
+
+def _model(model: nn.Module, number: int) -> _Apart:
+    return _apart(f"{KEY}_model_{number}", _inner(model), engines_of(model.parameters())[0])
 
 
 def _is_ours(model: nn.Module) -> bool:
@@ -240,10 +298,6 @@ def _check_device(model: nn.Module, device: torch.device) -> None:
                 "model before the optimizer is built (model.to(accelerator.device)), since the "
                 "optimizer holds the parameters' memory"
             )
-
-
-def _path(folder: str, number: int) -> Path:
-    return Path(folder, f"{KEY}_model_{number}")
 
 
 def _inner(model: nn.Module) -> nn.Module:

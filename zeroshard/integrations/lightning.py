@@ -7,7 +7,7 @@ DDP does, accumulates without communication, and saves whole weights.
 
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,21 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from ..checkpoint import load_optimizer, save_optimizer
 from ..engine import engines_of
 from ..errors import ConfigError
-from ..gather import gather
+from ..folders import load_folder, new_folder, save_folder
+from ..gather import gather, is_sharded, no_sync, whole_state_dict
 from ..optimizer import AdamW
-from ..shard_tensor import ShardTensor
+from ..transport import Transport, connect
 
 __all__ = ["FabricZeroShardStrategy", "ZeroShardStrategy"]
 
 # As in Lightning's own checkpoints that are folders, so that its tools read ours.
 META, WEIGHTS = "meta.pt", "model"
+PARTS = (META, ".metadata", "*.distcp", "optimizer-*")
 FOLDER = "zeroshard_folder"
 
 
@@ -103,9 +102,7 @@ class ZeroShardStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             _checked(optimizer, "configure_optimizers() returned")
-        state = self.lightning_module.state_dict().values()
-        is_sharded = any(isinstance(value, ShardTensor) for value in state)
-        for callback in trainer.callbacks if is_sharded else ():
+        for callback in trainer.callbacks if is_sharded(self.lightning_module) else ():
             if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
                 raise ConfigError(
                     f"{type(callback).__name__} averages whole parameters, and stage 3 has none "
@@ -150,15 +147,13 @@ class ZeroShardStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for optimizer in () if self.sync_every_backward else self.optimizers:
-                stack.enter_context(optimizer.no_sync())
+        with nullcontext() if self.sync_every_backward else no_sync(self.lightning_module):
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.save_distributed_checkpoint:
             return self.lightning_module.state_dict()  # type: ignore[no-any-return]
-        return _whole_state_dict(self.lightning_module, self.is_global_zero)
+        return whole_state_dict(self.lightning_module, self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self.save_distributed_checkpoint:
@@ -169,24 +164,22 @@ class ZeroShardStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         if not self.save_distributed_checkpoint:
-            if self.is_global_zero and _is_folder(filepath):
-                shutil.rmtree(filepath)
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            is_in_the_way = self.is_global_zero and _is_folder(filepath)
+            fresh, earlier = _hidden(filepath, "incomplete"), _hidden(filepath, "earlier")
+            target = fresh if is_in_the_way else filepath
+            super().save_checkpoint(checkpoint, target, storage_options)
+            if is_in_the_way:
+                Path(filepath).rename(earlier)
+                fresh.rename(filepath)
+                shutil.rmtree(earlier)
             return
-        # Complete before it gets its name: a kill leaves the checkpoint that was there.
-        path = Path(self.broadcast(filepath))
-        fresh = path.with_name(f".{path.name}.incomplete")
-        if self.is_global_zero:
-            shutil.rmtree(fresh, ignore_errors=True)
-            fresh.mkdir(parents=True)
-        self.barrier()
-        save({WEIGHTS: checkpoint.pop("state_dict")}, checkpoint_id=fresh)
-        for number, optimizer in self._saved_optimizers(checkpoint):
-            save_optimizer(fresh / f"optimizer-{number}", self.lightning_module, optimizer)
-        if self.is_global_zero:
-            torch.save(checkpoint, fresh / META)
-            self.remove_checkpoint(path)
-            fresh.rename(path)
+        path, transport, what = self.broadcast(filepath), self._transport(), "save_checkpoint"
+        with new_folder(path, transport, what, parts=PARTS) as fresh:
+            save_folder(fresh, {WEIGHTS: checkpoint.pop("state_dict")}, transport, what)
+            for number, optimizer in self._saved_optimizers(checkpoint):
+                save_optimizer(fresh / f"optimizer-{number}", self.lightning_module, optimizer)
+            if self.is_global_zero:
+                torch.save(checkpoint, fresh / META)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         if not _is_folder(checkpoint_path):
@@ -200,8 +193,8 @@ class ZeroShardStrategy(DDPStrategy):
             super().load_model_state_dict(checkpoint, strict)
             return
         state = self.lightning_module.state_dict()
-        planner = DefaultLoadPlanner(allow_partial_load=not strict)
-        load({WEIGHTS: state}, checkpoint_id=checkpoint[FOLDER], planner=planner)
+        what = "model that save_checkpoint() wrote"
+        load_folder(checkpoint[FOLDER], {WEIGHTS: state}, self._transport(), what, strict=strict)
         self.lightning_module.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -211,6 +204,10 @@ class ZeroShardStrategy(DDPStrategy):
         for number, optimizer in self._saved_optimizers(checkpoint):
             path = Path(checkpoint[FOLDER]) / f"optimizer-{number}"
             load_optimizer(path, self.lightning_module, optimizer)
+
+    def _transport(self) -> Transport:
+        engines = engines_of(self.lightning_module.parameters())
+        return engines[0].transport if engines else connect(None, self.root_device)
 
     def _saved_optimizers(self, checkpoint: Mapping[str, Any]) -> Iterable[tuple[int, AdamW]]:
         """None for a checkpoint of weights only."""
@@ -252,7 +249,7 @@ class FabricZeroShardStrategy(FabricDDPStrategy):
         return _checked(optimizer, "fabric.setup() was given")
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        return _whole_state_dict(module, self.is_global_zero)
+        return whole_state_dict(module, self.is_global_zero)
 
 
 class _Launcher(_MultiProcessingLauncher):
@@ -269,9 +266,7 @@ class _NoSync(_BackwardSyncControl):
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            for engine in engines_of(module.parameters()) if enabled else ():
-                stack.enter_context(engine.gradients.no_sync())
+        with no_sync(module) if enabled else nullcontext():
             yield
 
 
@@ -301,21 +296,8 @@ def _to_device(module: nn.Module, device: torch.device) -> None:
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
-def _whole_state_dict(module: nn.Module, keep: bool) -> dict[str, Any]:
-    """A module's state dict with whole tensors, which every rank must ask for.
-
-    Where `keep` is False, what had to be gathered is on the meta device.
-    """
-    state: dict[str, Any] = module.state_dict()
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    known: dict[Any, torch.Tensor] = {}
-    for key, value in state.items():
-        if isinstance(value, ShardTensor):
-            owner = parameters.get(key, key)
-            if owner not in known:
-                known[owner] = value.full_tensor().to("cpu" if keep else "meta")
-            state[key] = known[owner]  # tied parameters stay tied in the file
-    return state
+def _hidden(path: Any, kind: str) -> Path:
+    return Path(path).with_name(f".{Path(path).name}.{kind}")
 
 
 def _is_folder(path: Any) -> bool:
