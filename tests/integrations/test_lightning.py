@@ -12,6 +12,7 @@ import torch
 from consumers import Consumer, tried
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     Callback,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -356,6 +357,31 @@ def check_resume(folder, cases, **options):
 @tried("`ModelCheckpoint` and `fit(ckpt_path=...)` continue bit for bit", stages="1, 2, 3")
 def test_a_resumed_run_ends_in_the_bits_of_an_uninterrupted_one(tmp_path):
     check_resume(tmp_path, OURS + UNDER_DDP)
+
+
+class Freezing(BaseFinetuning):
+    """Assigns `optimizer.param_groups` at every resume."""
+
+    def freeze_before_training(self, module):
+        self.freeze(module.net.layers[0])
+
+    def finetune_function(self, module, epoch, optimizer):
+        pass
+
+
+@tried("`BaseFinetuning`, resumed: steps take the learning rate that it restores", stages="1, 2, 3")
+def test_a_finetuning_callback_that_resumes_keeps_the_learning_rate(tmp_path):
+    def body(rank, world_size):
+        for number, (stage, strategy) in enumerate(OURS + UNDER_DDP):
+            path = tmp_path / f"{number}"
+            whole = Lit(stage)
+            fit(whole, strategy, callbacks=[Freezing(), keep_all(path)])
+            again = Lit(stage)
+            fit(again, strategy, resume=path / "epoch=0.ckpt", callbacks=[Freezing()])
+            name = f"stage {stage} under {strategy}"
+            assert_same(found(again, epochs=1), found(whole, epochs=1), name)
+
+    ranks_of(body)
 
 
 @tried(
