@@ -80,9 +80,9 @@ class Masters:
         """A module's `load_state_dict` has just written to parameters."""
         for parameter in self.parameters.take_written(parameters):
             slot = self.slot_of.get(parameter)
-            values = self._loaded.get(slot) if slot is not None else None
-            if slot is None:
+            if slot is None:  # it is frozen
                 continue
+            values = self._loaded.get(slot)
             if values is None:
                 self._reread([slot])
             elif values.dtype == torch.int16:
