@@ -97,7 +97,7 @@ def load_optimizer(path: str | os.PathLike[str], model: nn.Module, optimizer: An
         reader, metadata = opened(path, "optimizer that save_optimizer() wrote")
         saved = metadata.state_dict_metadata
         groups = _saved_groups(reader, metadata)
-        _check_names(names, _named_groups(names, optimizer), groups, saved)
+        _check_groups(_named_groups(names, optimizer), groups)
         wanted = dict(_wanted(engine, names, saved))
         values = read(reader, wanted)
         slices = {}
@@ -166,12 +166,7 @@ def _saved_groups(reader: FileSystemReader, metadata: Metadata) -> list[dict[str
     return groups
 
 
-def _check_names(
-    names: Mapping[nn.Parameter, str],
-    ours: list[dict[str, Any]],
-    saved: list[dict[str, Any]],
-    entries: Mapping[str, Any],
-) -> None:
+def _check_groups(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
     """Raise where a saved optimizer has other parameters than ours, or them in other groups."""
     for number in range(max(len(ours), len(saved))):
         mine = set(ours[number]["params"]) if number < len(ours) else set()

@@ -1,7 +1,8 @@
-"""`state_dict()` and `load_state_dict()` of modules whose parameters are sharded.
+"""`state_dict()` and `load_state_dict()` of modules whose parameters live in arenas.
 
-Both are local: the one shows this rank's slices, the other keeps this rank's slices of what it is
-given. Everything else about them is torch's own.
+Both are local. Of a sharded parameter the one shows this rank's slice, and the other keeps this
+rank's slice of what it is given. A whole one is shown behind a storage of its own, and what is loaded
+into it is told. Everything else about them is torch's own.
 """
 
 import weakref
@@ -39,7 +40,7 @@ class ParameterShard(ShardTensor):
 
 
 class ModuleState:
-    """The state-dict hooks on all modules that hold sharded parameters.
+    """The state-dict hooks on all modules that hold parameters of one optimizer.
 
     Args:
         parameters: where the parameters live.
@@ -47,6 +48,9 @@ class ModuleState:
         is_pinned: whether `zeroshard.gather` keeps a place whole.
         free: frees the unit of a place, which is not pinned.
         may_copy: see `ModuleHooks`.
+
+    Attributes:
+        on_loaded: called with parameters that a `load_state_dict` may have written to.
     """
 
     def __init__(

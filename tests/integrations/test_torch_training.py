@@ -9,7 +9,7 @@ import torch._inductor.compile_fx  # once, and not in every rank
 import torch.distributed as dist
 import torch.nn.functional as F
 from consumers import Consumer, tried
-from models import assert_same, gathered, weights
+from models import Feed, assert_same, gathered, weights
 from ranks import run
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -25,7 +25,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from torch_script import STAGES, Block, Reader, batch_of, loss_of, same_as_ddp, start
+from torch_script import STAGES, Reader, batch_of, loss_of, same_as_ddp, start
 
 import zeroshard
 from zeroshard.errors import ConfigError
@@ -237,7 +237,7 @@ class Normed(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(256, 10)
-        self.blocks = nn.ModuleList(Block(10) for _ in range(2))
+        self.blocks = nn.ModuleList(Feed(10) for _ in range(2))
         self.norm = nn.BatchNorm1d(10)
         self.head = nn.Linear(10, 256)
 

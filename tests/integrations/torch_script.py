@@ -8,7 +8,7 @@ from pydoc_data import topics
 
 import torch
 import torch.nn.functional as F
-from models import assert_same, weights
+from models import Feed, assert_same, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +16,6 @@ import zeroshard
 
 __all__ = [
     "STAGES",
-    "Block",
     "Reader",
     "Script",
     "Small",
@@ -30,24 +29,13 @@ STAGES = (1, 2, 3)
 TEXT = torch.tensor(list("".join(topics.topics.values()).encode()))
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.widen = nn.Linear(width, 2 * width + 3)
-        self.narrow = nn.Linear(2 * width + 3, width, bias=False)
-
-    def forward(self, x):
-        return x + self.narrow(F.silu(self.widen(self.norm(x))))
-
-
 class Reader(nn.Module):
     """Predicts the next byte; embedding and head are tied, and no size divides another."""
 
     def __init__(self, width=14, depth=2):
         super().__init__()
         self.embed = nn.Embedding(256, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(Feed(width) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
         self.head.weight = self.embed.weight

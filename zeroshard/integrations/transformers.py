@@ -25,7 +25,7 @@ from ..checkpoint import load_optimizer, save_optimizer, unwrapped
 from ..engine import engines_of
 from ..errors import ConfigError, GradientError
 from ..export import export_weights, move_export
-from ..gather import gather
+from ..gather import gather, is_sharded
 from ..optimizer import AdamW
 from ..units import ROOT, plan_units
 
@@ -153,7 +153,7 @@ class ZeroShardTrainer(Trainer):
         """
         generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
         is_synced = getattr(self, "_gen_kwargs", {}).get("synced_gpus", False)
-        whole = generates and not is_synced and _is_sharded(self.model)
+        whole = generates and not is_synced and is_sharded(self.model)
         with gather(self.model) if whole else nullcontext():
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
@@ -217,7 +217,7 @@ class ZeroShardTrainer(Trainer):
         self.lr_scheduler.load_state_dict(state)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if state_dict is not None or not _is_sharded(self.model):
+        if state_dict is not None or not is_sharded(self.model):
             if self.args.should_save:
                 super()._save(output_dir, state_dict)
             return
@@ -298,10 +298,6 @@ def _units_without_head(model: Any) -> list[str]:
     of_head = set() if head is None else set(head.modules())
     units = plan_units(model, None).modules
     return [name for name, module in units.items() if name != ROOT and module not in of_head]
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(engine.shards_parameters for engine in engines_of(model.parameters()))
 
 
 def _steps_taken(optimizer: AdamW) -> int:
