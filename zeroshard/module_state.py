@@ -1,8 +1,8 @@
 """`state_dict()` and `load_state_dict()` of modules whose parameters live in arenas.
 
 Both are local. Of a sharded parameter the one shows this rank's slice, and the other keeps this
-rank's slice of what it is given. A whole one is shown behind a storage of its own, and what is loaded
-into it is told. Everything else about them is torch's own.
+rank's slice of what it is given. A whole one is shown behind a storage of its own, and what is
+loaded into it is told. Everything else about them is torch's own.
 """
 
 import weakref
