@@ -1,6 +1,7 @@
 """The exceptions a user can meet. Every message says what was expected, what came, what to do."""
 
 __all__ = [
+    "CheckpointError",
     "CommunicationError",
     "ConfigError",
     "GradientError",
@@ -15,6 +16,10 @@ class ZeroShardError(Exception):
 
 class ConfigError(ZeroShardError, ValueError):
     """A wrong argument, or a model and an optimizer that do not fit together (any longer)."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that is missing, damaged, or of another model, or that cannot be written."""
 
 
 class GradientError(ZeroShardError, RuntimeError):

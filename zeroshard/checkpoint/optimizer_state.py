@@ -13,15 +13,15 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from .agreement import in_agreement
-from .engine import Engine
-from .errors import ConfigError
-from .folders import opened, read, save_folder
-from .layout import BLOCK
-from .optimizer import AdamW
-from .param_groups import check_group
-from .state import SAVED_KEYS, load_slot, shown, slices_of, state_of
-from .wrappers import strip_wrappers, unwrap
+from ..agreement import in_agreement
+from ..engine import Engine
+from ..errors import ConfigError
+from ..folders import opened, read, save_folder
+from ..layout import BLOCK
+from ..optimizer import AdamW
+from ..param_groups import check_group
+from ..state import SAVED_KEYS, load_slot, shown, slices_of, state_of
+from ..wrappers import strip_wrappers, unwrap
 
 __all__ = ["load_optimizer", "save_optimizer", "unwrapped"]
 
