@@ -15,7 +15,7 @@ LAYERS = [
     ["config", "param_groups", "meta", "tracing"],
     ["layout", "formats", "schedule", "boxes", "units"],
     ["transport", "triton_kernels", "storage", "wrappers", "walk"],
-    ["conversions"],
+    ["conversions", "chunks"],
     ["shard_reductions"],
     ["shard_tensor"],
     ["place", "torch_update", "kernel_update", "clipping", "modules", "state_shard"],
@@ -27,12 +27,15 @@ LAYERS = [
     ["engine"],
     ["state", "accounts", "join"],
     ["optimizer"],
-    ["weight_files", "adapters", "agreement"],
+    ["weight_files", "adapters", "agreement", "outputs"],
     ["gather", "hub_names", "folders"],
     ["initialise"],
-    ["weights", "export", "ema", "checkpoint"],
+    ["weights", "export", "ema"],
+    ["checkpoint"],
     ["integrations"],
     ["__init__"],
+    ["cli"],
+    ["__main__"],
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
 

@@ -1,6 +1,7 @@
 """The drop-in AdamW that shards optimizer state and gradients over data-parallel ranks."""
 
 from . import errors
+from .checkpoint import load_checkpoint, save_checkpoint
 from .config import Precision
 from .ema import EMA
 from .export import export_weights
@@ -20,6 +21,8 @@ __all__ = [
     "full_parameters",
     "gather",
     "init_weights",
+    "load_checkpoint",
     "load_weights",
+    "save_checkpoint",
 ]
 __version__ = "0.1.0.dev0"

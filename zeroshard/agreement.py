@@ -4,18 +4,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .errors import ConfigError
-from .transport import Op, Transport
+from .transport import HostRanks, Op, Transport
 
 __all__ = ["in_agreement"]
 
 
 @contextmanager
-def in_agreement(transport: Transport, what: str) -> Iterator[None]:
+def in_agreement(
+    transport: Transport | HostRanks, what: str, kind: type[ConfigError] = ConfigError
+) -> Iterator[None]:
     """Wait, at the end, for every rank to come there; raise on all if the body raised on any.
 
     Args:
         transport: the wire.
         what: names the work, for messages.
+        kind: of the error where it was not a ConfigError, or another rank's.
 
     Raises:
         ConfigError: the first failure, by rank.
@@ -33,4 +36,4 @@ def in_agreement(transport: Transport, what: str) -> Iterator[None]:
     if isinstance(error, ConfigError) and set(failed.values()) == {said}:
         raise error
     rank, message = next(iter(failed.items()))
-    raise ConfigError(f"{what} failed on rank {rank}: {message}") from error
+    raise kind(f"{what} failed on rank {rank}: {message}") from error

@@ -4,10 +4,12 @@ Pure arithmetic: a ragged slice of a matrix is at most a partial first row, whol
 last row; of an n-d tensor the same by recursion.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
-__all__ = ["Box", "boxes_of"]
+__all__ = ["Box", "block", "boxes_of", "row_major", "split"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,38 @@ def boxes_of(
         found.append(Box(place, tuple(sizes[dim] for dim in back), at))
         at += prod(sizes)
     return found
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def split(box: Box, stride: tuple[int, ...], most: int) -> list[Box]:
+    """Cut a box into boxes of at most `most` elements, in storage order."""
+    if prod(box.sizes) <= most:
+        return [box]
+    order = sorted(range(len(box.sizes)), key=lambda dim: (-stride[dim], dim))
+    outer = next(dim for dim in order if box.sizes[dim] > 1)
+    inner = prod(box.sizes) // box.sizes[outer]  # elements for each of its indices
+    step = max(1, most // inner)
+    found = []
+    for first in range(0, box.sizes[outer], step):
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        offsets[outer] += first
+        sizes[outer] = min(step, sizes[outer] - first)
+        found += split(Box(tuple(offsets), tuple(sizes), box.start + first * inner), stride, most)
+    return found
+
+
+def block(flat: Any, box: Box, stride: tuple[int, ...]) -> Any:
+    """A box's elements as a view of the flat tensor that `box.start` counts in.
+
+    Dense in the order of the whole tensor's strides, as its elements lie in storage order.
+    """
+    order = sorted(range(len(box.sizes)), key=lambda dim: (-stride[dim], dim))
+    ordered = flat[box.start : box.start + prod(box.sizes)].view([box.sizes[d] for d in order])
+    return ordered.permute([order.index(dim) for dim in range(len(box.sizes))])
 
 
 def _boxes(

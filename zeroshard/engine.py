@@ -103,6 +103,7 @@ class Engine:
         self.on_added: Callable[[Sequence[nn.Parameter]], None] = _nothing
         self.on_close: Callable[[Engine], None] = _nothing
         self.step_count = 0
+        self.gradients_wait = False  # for a step: backwards reduced some since the last one
         self.is_closed = False
         self.cannot_step = ""  # why, while that is so
         self.gathers: list[Pending] = []
@@ -180,6 +181,7 @@ class Engine:
         self.gradients.attach(layout, self.arenas, parameters, wires)
 
     def _backward_begins(self) -> None:
+        self.gradients_wait = True
         self.on_backward()
         self.parameters.check_kinds()
 
@@ -303,7 +305,7 @@ class Engine:
                 trained = {p for engine in _engines for p in engine.parameters.places}
                 check_nothing_is_lost(self.slot_of, trained, self.model())
             return
-        self._idle_steps = 0
+        self._idle_steps, self.gradients_wait = 0, False
         self.parameters.check_values(self.gradients.parameters[slot] for slot in used)
         self.step_count += 1
         self._clip(used)
@@ -390,6 +392,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Every `p.grad` was dropped, or zeroed."""
+        self.gradients_wait = False
         self._execute(Event.ZERO_GRAD)
 
     def abandon(self) -> None:

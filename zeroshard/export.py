@@ -4,13 +4,10 @@ Streams one unit at a time; the first rank writes.
 """
 
 import copy
-import ctypes
-import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,10 +21,11 @@ from .agreement import in_agreement
 from .errors import ConfigError
 from .gather import by_unit, check_values, engines_for, stream
 from .initialise import persistent_buffers
-from .weight_files import WEIGHTS_NAME, Entry, WeightFile
+from .outputs import check_output, remove, removed_on_error, replace, unfinished
+from .weight_files import WEIGHTS_NAME, Entry, WeightFolder
 from .wrappers import strip_wrappers, unwrap
 
-__all__ = ["export_weights", "move_export"]
+__all__ = ["export_weights", "move_export", "write_configs"]
 
 # Groups: kind, number of a part, format, index. Alone or as an index it makes weights readable.
 _WEIGHTS = re.compile(
@@ -62,16 +60,19 @@ def export_weights(
     model = unwrap(model)
     transport = engines_for(model)[0].transport
     path = Path(os.path.realpath(path))
-    unfinished = path.with_name(f".{path.name}.partial")
+    fresh = unfinished(path)
     with in_agreement(transport, "export_weights"):
         check_values(model)
-        _check_arguments(path, dtype, max_file_nbytes, overwrite)
+        check_output(path, dtype, max_file_nbytes, overwrite)
         folders = _adapter_folders(model) if is_adapted(model) else [_model_folder(model, dtype)]
-        writers = [_Writer(unfinished / f.name, f, model, max_file_nbytes) for f in folders]
+        writers = [
+            WeightFolder(fresh / f.name, f.file_name, f.entries(model), max_file_nbytes)
+            for f in folders
+        ]
         if transport.is_first:
-            _remove(unfinished)
+            remove(fresh)
             for folder in folders:
-                (unfinished / folder.name).mkdir(parents=True, exist_ok=True)
+                (fresh / folder.name).mkdir(parents=True, exist_ok=True)
     failure: Exception | None = None
     for folder, writer in zip(folders, writers, strict=True):
         for tensor in folder.stream(model):
@@ -81,22 +82,14 @@ def export_weights(
                 except Exception as error:  # the other ranks go on, and hear of it at the end
                     writer.close()
                     failure = error
-    with in_agreement(transport, "export_weights"), _removed_on_error(unfinished):
+    with in_agreement(transport, "export_weights"), removed_on_error(fresh):
         if failure is not None:
             raise failure
         if transport.is_first:
-            for writer in writers:
+            for folder, writer in zip(folders, writers, strict=True):
                 writer.finish()
-            _replace(path, unfinished)
-
-
-@contextmanager
-def _removed_on_error(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+                folder.write_config(writer.path)
+            replace(path, fresh)
 
 
 @dataclass(kw_only=True)
@@ -139,103 +132,6 @@ class _Folder:
             yield tensor
 
 
-class _Writer:
-    """Writes the files of one folder, tensor by tensor.
-
-    Args:
-        path: of the folder.
-        folder: what comes, in the order of its `stream`.
-        model: where it comes from.
-        max_file_nbytes: see `export_weights`.
-    """
-
-    def __init__(self, path: Path, folder: _Folder, model: nn.Module, max_file_nbytes: int) -> None:
-        self.path, self.folder = path, folder
-        files: list[list[Entry]] = [[]]
-        for entry in folder.entries(model):
-            entry.check()
-            if files[-1] and sum(e.nbytes for e in files[-1]) + entry.nbytes > max_file_nbytes:
-                files.append([])
-            files[-1].append(entry)
-        self.files = files
-        stem, total = folder.file_name.removesuffix(".safetensors"), len(files)
-        self.index_name = f"{stem}.safetensors.index.json"
-        self.names = (
-            [folder.file_name]
-            if total == 1
-            else [
-                f"{stem}-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)
-            ]
-        )
-        self._open: WeightFile | None = None
-        self._next = 0
-
-    def write(self, tensor: Tensor) -> None:
-        """Write the next tensor."""
-        if self._open is None:
-            self._open = WeightFile(self.path / self.names[self._next], self.files[self._next])
-            self._next += 1
-        self._open.write(tensor)
-        if self._open.is_complete:
-            self._open = None
-
-    def close(self) -> None:
-        """Close what an error left open."""
-        if self._open is not None:
-            self._open.close()
-
-    def finish(self) -> None:
-        """Write the index, where there are several files, and the config."""
-        if len(self.files) > 1:
-            entries = [entry for file in self.files for entry in file]
-            weight_map = {
-                entry.name: name
-                for name, file in zip(self.names, self.files, strict=True)
-                for entry in file
-            }
-            index = {
-                "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
-                "weight_map": weight_map,
-            }
-            text = json.dumps(index, indent=2, sort_keys=True)
-            (self.path / self.index_name).write_text(text + "\n")
-        self.folder.write_config(self.path)
-
-
-def _check_arguments(path: Path, dtype: Any, max_file_nbytes: Any, overwrite: bool) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
-    if not isinstance(max_file_nbytes, int) or max_file_nbytes <= 0:
-        raise ConfigError(f"max_file_nbytes must be a number of bytes, got {max_file_nbytes!r}")
-    if os.path.ismount(path):
-        raise ConfigError(
-            f"{path} is a mount point, whose name is not ours: pass a path inside of it"
-        )
-    if Path.cwd().is_relative_to(path):
-        raise ConfigError(f"{path} is where this process is, or above it: pass another path")
-    if path.exists() and not overwrite and not (path.is_dir() and not any(path.iterdir())):
-        raise ConfigError(f"{path} exists and is not empty: pass overwrite=True, or another path")
-
-
-def _replace(path: Path, complete: Path) -> None:
-    """Give a complete folder its final name, in one go; what had that name before is removed."""
-    if not path.exists():
-        complete.rename(path)
-        return
-    if not _exchange(path, complete):
-        before = path.with_name(f".{path.name}.replaced")
-        _remove(before)
-        path.rename(before)
-        try:
-            complete.rename(path)
-        except BaseException:
-            before.rename(path)
-            raise
-        complete = before
-    with suppress(OSError):  # the next export removes it
-        _remove(complete)
-
-
 def move_export(source: Path, target: Path) -> None:
     """Move what `export_weights` wrote into a folder where other files stay.
 
@@ -274,21 +170,6 @@ def _preference(file: Path) -> tuple[bool, bool, bool]:
     """What `from_pretrained` reads rather than another file comes after it, and parts last."""
     is_index = file.name.endswith(".json")
     return _is_part(file), ".safetensors" in file.name, not is_index
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders at once; whether this system and file system can."""
-    exchange = getattr(ctypes.CDLL(None), "renameat2", None)
-    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    names = [os.fsencode(path.absolute()) for path in (first, second)]
-    return exchange is not None and exchange(here, names[0], here, names[1], swap) == 0
 
 
 def _model_folder(model: nn.Module, dtype: torch.dtype | None) -> _Folder:
@@ -346,3 +227,29 @@ def _write_adapter_config(config: Any, path: Path) -> None:
     config = copy.deepcopy(config)
     config.inference_mode = True
     config.save_pretrained(path)
+
+
+def write_configs(model: nn.Module, path: Path) -> dict[str, dict[str, str]]:
+    """Write what belongs beside a model's weights in an export, and no weights.
+
+    Args:
+        model: any; what has no config leaves nothing.
+        path: a folder, which is made.
+
+    Returns:
+        Of a PEFT model, for each folder of the export ("" is `path` itself) the parameters that
+        belong into it: name in its file -> name in the model. Of others nothing.
+    """
+    if not is_adapted(model):
+        path.mkdir(exist_ok=True)
+        _model_folder(model, None).write_config(path)
+        if not any(path.iterdir()):
+            path.rmdir()
+        return {}
+    known = {p: strip_wrappers(name) for name, p in model.named_parameters()}
+    adapters = {}
+    for folder in _adapter_folders(model):
+        (path / folder.name).mkdir(parents=True, exist_ok=True)
+        folder.write_config(path / folder.name)
+        adapters[folder.name] = {name: known[p] for p, name in folder.names.items()}
+    return adapters

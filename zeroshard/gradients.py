@@ -248,7 +248,7 @@ class Gradients:
     def _take_local(self, slots: Iterable[int], backward: Backward) -> None:
         """Take what earlier backwards under no_sync() left, and this one added nothing to."""
         for slot in slots:
-            if self._is_local(slot):
+            if self.is_local(slot):
                 self._take(slot, backward)
 
     def reduce(self, bucket: int) -> None:
@@ -378,7 +378,7 @@ class Gradients:
         if unchanged:  # by anybody else, so the flags are as good as before
             self._checked_versions = self.shards.versions()
 
-    def _is_local(self, slot: int) -> bool:
+    def is_local(self, slot: int) -> bool:
         """Whether `p.grad` is this rank's own, or was made of it: nothing says otherwise."""
         grad = self.parameters[slot].grad
         is_plain = grad is not None and not isinstance(grad, ShardTensor)
@@ -397,7 +397,7 @@ class Gradients:
         given = {}
         for slot, parameter in enumerate(self.parameters):
             if parameter.grad is not None and not self.shards.shows(slot, parameter.grad):
-                given[slot] = self._checked(slot, parameter.grad)
+                given[slot] = self.checked(slot, parameter.grad)
         used = [slot for slot, p in enumerate(self.parameters) if p.grad is not None]
         self.unsynced.clear()
         changed = bool(given) or self._checked_versions != self.shards.versions()
@@ -409,11 +409,11 @@ class Gradients:
             self._flags_are_valid = False
         return used, self._flags_are_valid
 
-    def _checked(self, slot: int, grad: Tensor) -> Tensor:
+    def checked(self, slot: int, grad: Tensor) -> Tensor:
         """This rank's slice of a gradient that the user, DDP or a single process put there."""
         name = self.layout.slots[slot].spec.name
         slices = self.shards.slices[slot]
-        if self._is_local(slot) and not self.ddp_owns_gradients():
+        if self.is_local(slot) and not self.ddp_owns_gradients():
             raise GradientError(
                 f"parameter {name!r} holds a gradient of this rank alone, from a backward under "
                 "no_sync(): run the last backward before step() outside of no_sync(), or call "

@@ -13,12 +13,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -26,7 +22,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .boxes import Box, boxes_of
+from .chunks import Chunks
 from .layout import Layout
 from .shard_reductions import REDUCTIONS, connected, refusal
 from .transport import Op, Transport
@@ -212,49 +208,27 @@ class ShardTensor(DTensor):
         """Refused."""
         raise refusal("tolist")
 
-    def boxes(self) -> list[Box]:
-        """This rank's slice as boxes of the whole tensor."""
+    def chunks(self) -> Chunks:
+        """This rank's slice as chunks of the whole tensor."""
         rank = self.transport.rank if self.transport is not None else self.saved_by or 0
-        shape, stride = self.slices.shape, self.slices.stride
-        if self.slices.numel == 0:  # nobody has an element: the first rank speaks for it
-            return [Box((0,) * len(shape), shape, 0)] if rank == 0 else []
-        found: list[Box] = []
-        at = 0
+        ranges, at = [], 0
         for start, numel in self.slices.by_rank[rank]:
-            found += boxes_of(shape, stride, start, numel, at)
+            ranges.append((start, numel, at))
             at += numel
-        return found
+        if self.slices.numel == 0 and rank == 0:  # nobody has an element: the first rank speaks
+            ranges = [(0, 0, 0)]
+        return Chunks(self._local_tensor, self.slices.shape, self.slices.stride, ranges)
 
     # The protocol by which torch.distributed.checkpoint asks a tensor for its chunks.
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk,
-                    properties=TensorProperties.create_from_tensor(self._local_tensor),
-                    size=torch.Size(self.slices.shape),
-                ),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        return self.chunks().__create_write_items__(fqn, tensor)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in self.boxes()
-        ]
+        return self.chunks().__create_chunk_list__()
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        (box,) = (box for box in self.boxes() if box.offsets == tuple(index.offset or ()))
-        numel = math.prod(box.sizes)
-        # Dense in the order of the whole tensor's strides, as its elements lie in the slice.
-        order = sorted(range(len(box.sizes)), key=lambda dim: (-self.slices.stride[dim], dim))
-        flat = self._local_tensor[box.start : box.start + numel]
-        ordered = flat.view([box.sizes[dim] for dim in order])
-        return ordered.permute([order.index(dim) for dim in range(len(box.sizes))])
+        return self.chunks().__get_tensor_shard__(index)
 
     def redistribute(
         self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **_: Any

@@ -6,7 +6,7 @@ Knows no model and no ranks.
 import ctypes
 import json
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 from .boxes import boxes_of
 from .errors import ConfigError
 
-__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "Entry", "WeightFile", "WeightFiles"]
+__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "Entry", "WeightFile", "WeightFiles", "WeightFolder"]
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -164,13 +164,18 @@ class Entry(NamedTuple):
             raise ConfigError(f"{self.name} is {self.dtype}, which safetensors does not have")
 
     @property
+    def numel(self) -> int:
+        """Its elements."""
+        return prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Its size in the file."""
-        return prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 class WeightFile:
-    """A safetensors file that is written tensor by tensor, in the order of `entries`.
+    """A safetensors file that is written piece by piece, in the order of `entries`.
 
     The library's own function needs all tensors of a file at once. Source: the description of the
     format in github.com/huggingface/safetensors.
@@ -182,6 +187,7 @@ class WeightFile:
     def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
         self.path, self.entries = path, entries
         self.written = 0
+        self._numel = 0  # of the next entry, that are written
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         start = 0
         for entry in entries:
@@ -198,13 +204,19 @@ class WeightFile:
         self._file.write(struct.pack("<Q", len(text)) + text)
 
     def write(self, tensor: Tensor) -> None:
-        """Write the next tensor; close the file after the last one."""
+        """Write the next tensor, or the next of its elements in row-major order.
+
+        The file is closed after the last one.
+        """
         entry = self.entries[self.written]
         tensor = tensor.detach().to("cpu", entry.dtype).contiguous()
-        assert tuple(tensor.shape) == entry.shape
-        if entry.nbytes:
-            self._file.write((ctypes.c_char * entry.nbytes).from_address(tensor.data_ptr()))
-        self.written += 1
+        assert tensor.numel() == entry.numel or tensor.ndim == 1
+        self._numel += tensor.numel()
+        assert self._numel <= entry.numel
+        if tensor.nbytes:
+            self._file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+        if self._numel == entry.numel:
+            self.written, self._numel = self.written + 1, 0
         if self.is_complete:
             self.close()
 
@@ -216,3 +228,71 @@ class WeightFile:
     def is_complete(self) -> bool:
         """Whether everything is written."""
         return self.written == len(self.entries)
+
+
+class WeightFolder:
+    """The files of one folder and their index, written in the order of `entries`.
+
+    Args:
+        path: of the folder.
+        file_name: of the file, where one is enough.
+        entries: what comes.
+        max_file_nbytes: the largest file, if no tensor is larger.
+
+    Raises:
+        ConfigError: a dtype that such files do not have.
+    """
+
+    def __init__(
+        self, path: Path, file_name: str, entries: Iterable[Entry], max_file_nbytes: int
+    ) -> None:
+        self.path = path
+        files: list[list[Entry]] = [[]]
+        for entry in entries:
+            entry.check()
+            if files[-1] and sum(e.nbytes for e in files[-1]) + entry.nbytes > max_file_nbytes:
+                files.append([])
+            files[-1].append(entry)
+        self.files = files
+        stem, total = file_name.removesuffix(".safetensors"), len(files)
+        self.index_name = f"{stem}.safetensors.index.json"
+        self.names = (
+            [file_name]
+            if total == 1
+            else [
+                f"{stem}-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)
+            ]
+        )
+        self._open: WeightFile | None = None
+        self._next = 0
+
+    def write(self, tensor: Tensor) -> None:
+        """See `WeightFile.write`."""
+        if self._open is None:
+            self._open = WeightFile(self.path / self.names[self._next], self.files[self._next])
+            self._next += 1
+        self._open.write(tensor)
+        if self._open.is_complete:
+            self._open = None
+
+    def close(self) -> None:
+        """Close what an error left open."""
+        if self._open is not None:
+            self._open.close()
+
+    def finish(self) -> None:
+        """Write the index, where there are several files."""
+        if len(self.files) == 1:
+            return
+        entries = [entry for file in self.files for entry in file]
+        weight_map = {
+            entry.name: name
+            for name, file in zip(self.names, self.files, strict=True)
+            for entry in file
+        }
+        index = {
+            "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
+            "weight_map": weight_map,
+        }
+        text = json.dumps(index, indent=2, sort_keys=True)
+        (self.path / self.index_name).write_text(text + "\n")

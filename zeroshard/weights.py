@@ -5,13 +5,13 @@ Every rank reads its own slices and no others.
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .adapters import adapter_parameters, is_adapted, plain_name, tuned_layers
 from .agreement import in_agreement
@@ -23,11 +23,12 @@ from .gather import engines_for, gather_whole_arenas
 from .hub_names import Source, forget_conversions, sources_of
 from .initialise import Buffer, fill_buffers, persistent_buffers
 from .meta import give_elements, leave_meta
+from .parameters import dense_stride
 from .place import Place
 from .weight_files import WeightFiles
 from .wrappers import strip_wrappers, unwrap
 
-__all__ = ["IncompatibleKeys", "load_weights"]
+__all__ = ["IncompatibleKeys", "Target", "load_weights", "parts_of", "pieces", "read_into"]
 
 
 class IncompatibleKeys(NamedTuple):
@@ -85,7 +86,7 @@ def load_weights(
         stack.callback(forget_conversions)
         with in_agreement(transport, "load_weights, which leaves the model half loaded,"):
             for target, source in plan.sources.items():
-                _read_into(target, source, engines)
+                read_into(target, source, engines)
     for engine in engines:
         gather_whole_arenas(engine, "loaded weights")
         engine.parameters.mark_loaded(plan.sources)
@@ -94,6 +95,24 @@ def load_weights(
 
 
 Target = nn.Parameter | Buffer
+
+PIECE = 2**19  # elements that are read at once; a multiple of BLOCK
+
+
+class Readable(Protocol):
+    """A tensor in a file."""
+
+    shape: Any  # None where only reading it tells
+
+    @property
+    def name(self) -> str:
+        """What the file calls it."""
+
+    def read(self) -> Tensor:
+        """All of it."""
+
+    def read_range(self, stride: tuple[int, ...], start: int, numel: int) -> Tensor:
+        """[numel] elements in the storage order of `stride`."""
 
 
 class _Plan:
@@ -215,7 +234,7 @@ def shape_of(target: Target) -> tuple[int, ...]:
     return tuple(target.tensor.shape if isinstance(target, Buffer) else target.shape)
 
 
-def _read_into(target: Target, source: Source, engines: Sequence[Engine]) -> None:
+def read_into(target: Target, source: Readable, engines: Sequence[Engine]) -> None:
     """Read what this rank keeps of one tensor."""
     if source.shape is None and tuple(source.read().shape) != shape_of(target):
         raise ConfigError(
@@ -233,10 +252,20 @@ def _read_into(target: Target, source: Source, engines: Sequence[Engine]) -> Non
     leave_meta([target], engines[0].device)
     if target.untyped_storage().nbytes() == 0:
         give_elements(target)
-    target.copy_(source.read())
+    _read_whole(target, source)
 
 
-def _read_slices(engine: Engine, place: Place, source: Source) -> None:
+def _read_whole(target: nn.Parameter, source: Readable) -> None:
+    stride = dense_stride(target)
+    if target.stride() != stride and target.numel() > 1:
+        target.copy_(source.read())
+        return
+    flat = target.as_strided((target.numel(),), (1,), target.storage_offset())
+    for start, numel in pieces(0, target.numel()):
+        flat[start : start + numel].copy_(source.read_range(stride, start, numel))
+
+
+def _read_slices(engine: Engine, place: Place, source: Readable) -> None:
     arena, slices = place.arena, place.slices
     slot = engine.slot_of.get(place.parameter)
     if slot is None and arena.shard is None:  # frozen, and of one element
@@ -244,13 +273,36 @@ def _read_slices(engine: Engine, place: Place, source: Source) -> None:
         return
     ranges = slices.by_rank[engine.transport.rank]
     if slot is None:
-        pieces = engine.parameters.shard_of(place).split([numel for _, numel in ranges])
-        for (start, numel), piece in zip(ranges, pieces, strict=True):
-            piece.copy_(source.read_range(slices.stride, start, numel))
+        shard, taken = engine.parameters.shard_of(place), 0
+        for start, numel in (piece for whole in ranges for piece in pieces(*whole)):
+            values = source.read_range(slices.stride, start, numel)
+            shard[taken : taken + numel].copy_(values)
+            taken += numel
         return
     master = engine.formats[engine.layout.slots[slot].arena].master
-    parts = engine.masters.local_parts(slot)
-    for (start, numel), (parameter, state) in zip(ranges, parts, strict=True):
+    for start, numel, parameter, state in parts_of(engine, slot):
         values = source.read_range(slices.stride, start, numel).to(parameter.device)
         parameter.copy_(values)
         seed_master(values.float(), parameter, state, master)
+
+
+def parts_of(engine: Engine, slot: int) -> Iterator[tuple[int, int, Tensor, dict[str, Tensor]]]:
+    """(first element of the slot, elements, parameter, state) of each piece that this rank has.
+
+    Pieces begin at blocks and are small, so that what is read for one of them takes little memory.
+    """
+    arena = engine.arenas[engine.layout.slots[slot].arena]
+    for run in engine.layout.runs_of_slot[slot]:
+        if run.rank != engine.transport.rank:
+            continue
+        parameter = arena.parameter_run(run)
+        for at, numel in pieces(0, run.numel):
+            start = run.shard_offset + at
+            state = arena.state_of(start, start + numel)
+            yield run.slot_offset + at, numel, parameter[at : at + numel], state
+
+
+def pieces(start: int, numel: int) -> Iterator[tuple[int, int]]:
+    """(start, numel) of the pieces that a range is read in."""
+    for at in range(start, start + numel, PIECE):
+        yield at, min(PIECE, start + numel - at)

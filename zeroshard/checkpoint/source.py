@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["FIELDS", "Source", "Stored"]
+from ..boxes import row_major
+
+__all__ = ["FIELDS", "PerRank", "Source", "Stored"]
 
 # What a source may hold of a trained parameter beside its weight. "master" is its fp32 values;
 # "remainder" (int16) their lower halves, of which the bfloat16 weight is the upper; scales, [ceil(n
@@ -29,6 +31,10 @@ FIELDS = (
 )
 
 
+class PerRank(list[Any]):
+    """A value that was not the same on all ranks: each rank's, in order."""
+
+
 class Stored(ABC):
     """A tensor in a checkpoint.
 
@@ -40,6 +46,11 @@ class Stored(ABC):
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, file: Path) -> None:
         self.shape, self.dtype, self.file = tuple(shape), dtype, file
+
+    @property
+    def name(self) -> str:
+        """Where it is, for messages."""
+        return str(self.file)
 
     @property
     def numel(self) -> int:
@@ -59,13 +70,24 @@ class Stored(ABC):
             numel: how many.
 
         Raises:
-            ConfigError: the file is damaged; it names the file.
+            CheckpointError: the file is damaged; it names the file.
         """
+
+    def check_range(  # noqa: B027 - most formats have no checksums
+        self, stride: tuple[int, ...], start: int, numel: int
+    ) -> None:
+        """Compare with checksums, where there are any, what `read_range` would read.
+
+        Raises:
+            CheckpointError: a file is damaged; it names the file.
+        """
+
+    def forget(self) -> None:  # noqa: B027 - most keep nothing
+        """Let go of what is kept in memory for the next `read_range`."""
 
     def read(self) -> Tensor:
         """The whole tensor, row-major."""
-        stride = tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
-        return self.read_range(stride, 0, self.numel).reshape(self.shape)
+        return self.read_range(row_major(self.shape), 0, self.numel).reshape(self.shape)
 
 
 def _nothing() -> None:
@@ -83,10 +105,14 @@ class Source:
             under each of their names. May lack those that it has masters of.
         state: {name: {field: tensor}} of trained parameters; see FIELDS.
         groups: the param groups with names under "params"; None where it holds none.
+        groups_are_by_name: whether options were saved for each parameter, so that `groups` has one
+            for each.
+        strides: of parameters that are not row-major, by name.
         step: how many steps were made, if it says so.
         scheduler: the scheduler's state dict, or None.
         rng: random states, one entry for each rank.
-        extra: what else was saved with it, by name.
+        extra: what else was saved with it, by name. What is sharded in it is a `Stored`.
+        gradients: by name, those that wait for a step.
         close: lets go of its files.
     """
 
@@ -95,10 +121,13 @@ class Source:
     weights: dict[str, Stored] = field(default_factory=dict)
     state: dict[str, dict[str, Stored]] = field(default_factory=dict)
     groups: list[dict[str, Any]] | None = None
+    groups_are_by_name: bool = False
+    strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
     step: int | None = None
     scheduler: Any = None
     rng: list[dict[str, Any]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    gradients: dict[str, Stored] = field(default_factory=dict)
     close: Callable[[], None] = _nothing
 
     def __enter__(self) -> "Source":

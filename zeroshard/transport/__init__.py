@@ -8,6 +8,7 @@ from .base import Done, Finish, Op, Part, Pending, Then, Transport
 from .compose import Replicated, WorldOfOne
 from .connect import connect, device_of
 from .gloo import Gloo
+from .host import HostRanks, host_ranks
 from .nccl import Nccl
 from .observe import Checked, Counting, Delayed
 
@@ -18,6 +19,7 @@ __all__ = [
     "Done",
     "Finish",
     "Gloo",
+    "HostRanks",
     "Nccl",
     "Op",
     "Part",
@@ -28,4 +30,5 @@ __all__ = [
     "WorldOfOne",
     "connect",
     "device_of",
+    "host_ranks",
 ]

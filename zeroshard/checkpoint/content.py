@@ -1,0 +1,337 @@
+"""What a checkpoint holds of a model and its optimizer, by name. Writes nothing.
+
+Each rank has its own part: of everything trained or sharded its slices, of what is whole on every
+rank an even share, and the first rank alone has what is the same everywhere.
+"""
+
+import ctypes
+import hashlib
+import random
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..boxes import row_major
+from ..chunks import Chunks
+from ..engine import Engine
+from ..errors import ConfigError
+from ..initialise import persistent_buffers
+from ..layout import BLOCK
+from ..optimizer import AdamW
+from ..parameters import dense_stride
+from ..place import Place
+from ..shard_tensor import ShardTensor
+from ..state import state_of
+from ..transport import HostRanks, Op
+from ..wrappers import strip_wrappers
+from .names import named_groups, names_of, plain, saved_name
+
+__all__ = ["Content", "content_of", "names_in", "random_states", "set_random_state"]
+
+
+@dataclass(kw_only=True)
+class Content:
+    """What one rank writes.
+
+    Attributes:
+        values: names, nested, and what this rank has of them.
+        extra: the user's values, by name.
+        random_states: this rank's.
+        tied: more names of tied parameters -> the one that they are written under.
+        strides: of parameters that are not row-major, by name.
+    """
+
+    values: dict[str, Any]
+    extra: dict[str, Any]
+    random_states: dict[str, Any]
+    tied: dict[str, str]
+    strides: dict[str, tuple[int, ...]]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """`tied` as names in the checkpoint."""
+        return {f"model.{alias}": f"model.{name}" for alias, name in self.tied.items()}
+
+    def on_host(self) -> "Content":
+        """A copy in host memory, of this rank's part and nothing else."""
+        values, extra = _on_host(self.values), _on_host(self.extra)
+        return replace(self, values=values, extra=extra)
+
+    def share_out(self, ranks: HostRanks) -> None:
+        """Decide which rank writes what of the rest; all have to call this.
+
+        Values that are the same on all ranks are written once, others by each.
+        torch.distributed.checkpoint takes dictionaries apart, and tuples as they are.
+        """
+        digests = {name: digest_of(value) for name, value in self.extra.items()}
+        answers = ranks.all_gather_object((digests, self.random_states), op=Op("save_checkpoint"))
+        if ranks.is_first:
+            self.values["rng"] = ([states for _, states in answers],)
+        for name, value in self.extra.items():
+            mine: dict[str, Any] = {}
+            if any(isinstance(leaf, Chunks) for leaf in _leaves(value)):
+                mine = {"extra": {name: value}}
+            elif len({theirs.get(name) for theirs, _ in answers}) > 1:
+                mine = {"extra_by_rank": {name: {str(ranks.rank): (value,)}}}
+            elif ranks.is_first and name == "scheduler":
+                mine = {"scheduler": (value,)}
+            elif ranks.is_first:
+                mine = {"extra": {name: (value,)}}
+            for part, entries in mine.items():
+                if part == "scheduler":
+                    self.values[part] = entries
+                else:
+                    self.values.setdefault(part, {}).update(entries)
+
+
+def content_of(
+    model: nn.Module, optimizer: AdamW, extra: Mapping[str, Any], ranks: HostRanks
+) -> Content:
+    """Everything that training needs to go on, of this rank. Does not communicate.
+
+    Args:
+        model: whose weights and buffers.
+        optimizer: whose state.
+        extra: what else, by name: values, or what has a `state_dict()`.
+        ranks: all that write.
+
+    Raises:
+        ConfigError: a value that could not be read back without running code, or a gradient that
+            backward left on its rank.
+    """
+    engine = optimizer.engine
+    names = names_of(model, optimizer)
+    weights, tied = _weights(model, engine, ranks)
+    state = {names[p]: _state(engine, slot, ranks) for p, slot in engine.slot_of.items()}
+    values: dict[str, Any] = {"model": weights, "optimizer": {"state": state}}
+    gradients = _waiting_gradients(engine, names)
+    if gradients:
+        values["gradients"] = gradients
+    if ranks.is_first:
+        values["optimizer"]["param_groups"] = [
+            {key: plain(value, f"{key!r} of a param group") for key, value in group.items()}
+            for group in named_groups(names, optimizer)
+        ]
+    return Content(
+        values=values,
+        extra={name: _as_chunks(_value_of(name, value)) for name, value in extra.items()},
+        random_states=random_states(engine.device),
+        tied=tied,
+        strides={n: c.stride for n, c in weights.items() if c.stride != row_major(c.shape)},
+    )
+
+
+# --- weights
+
+
+def names_in(model: nn.Module) -> dict[str, Any]:
+    """Every parameter and persistent buffer (`Buffer`) of a model by each of its names."""
+    named = [*model.named_parameters(remove_duplicate=False), *persistent_buffers(model)]
+    return {strip_wrappers(name): target for name, target in named}
+
+
+def _weights(
+    model: nn.Module, engine: Engine, ranks: HostRanks
+) -> tuple[dict[str, Chunks], dict[str, str]]:
+    weights: dict[str, Chunks] = {}
+    first_names: dict[Any, str] = {}
+    tied: dict[str, str] = {}
+    places = engine.parameters.places
+    for number, (name, target) in enumerate(names_in(model).items()):
+        first = first_names.setdefault(target, name)
+        if first != name:
+            tied[name] = first
+            continue
+        chunks: Chunks | None
+        place = places.get(target) if isinstance(target, nn.Parameter) else None
+        if place is not None:
+            chunks = _of_place(engine, place)
+        elif isinstance(target, nn.Parameter):
+            chunks = _share(target, number, ranks)
+        else:
+            chunks = _all_of(target.tensor) if ranks.is_first else None
+        if chunks is not None:
+            weights[name] = chunks
+    return weights, tied
+
+
+def _of_place(engine: Engine, place: Place) -> Chunks:
+    """This rank's slice of a parameter that lives in an arena."""
+    spec, rank = place.slot.spec, engine.transport.rank
+    ranges, taken = [], 0
+    is_sharded = place.arena.shard is not None
+    for start, numel in place.slices.by_rank[rank]:
+        ranges.append((start, numel, taken if is_sharded else start))
+        taken += numel
+    if spec.numel == 0 and rank == 0:
+        ranges = [(0, 0, 0)]
+    flat = engine.parameters.shard_of(place) if is_sharded else place.flat
+    return Chunks(flat, spec.shape, spec.stride, ranges)
+
+
+def _share(tensor: Tensor, number: int, ranks: HostRanks) -> Chunks | None:
+    """This rank's share of a tensor that is the same on all."""
+    numel = tensor.numel()
+    blocks = -(-numel // BLOCK)
+    if blocks < ranks.size:  # a small one is one rank's
+        return _all_of(tensor) if number % ranks.size == ranks.rank else None
+    start, stop = (
+        min(blocks * rank // ranks.size * BLOCK, numel) for rank in (ranks.rank, ranks.rank + 1)
+    )
+    return _all_of(tensor, start, stop)
+
+
+def _all_of(tensor: Tensor, start: int = 0, stop: int | None = None) -> Chunks:
+    """Elements [start, stop) of a plain tensor in storage order."""
+    tensor = tensor.detach()
+    stride = dense_stride(tensor)
+    if tensor.stride() != stride and tensor.numel() > 1:
+        tensor = torch.empty_strided(
+            tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
+        ).copy_(tensor)
+    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    stop = tensor.numel() if stop is None else stop
+    return Chunks(flat, tuple(tensor.shape), stride, [(start, stop - start, start)])
+
+
+# --- the optimizer's state
+
+
+def _state(engine: Engine, slot: int, ranks: HostRanks) -> dict[str, Any]:
+    """A parameter's state, under names that say in which format it is."""
+    state: dict[str, Any] = {}
+    for key, value in state_of(engine, slot).items():
+        if isinstance(value, ShardTensor):
+            state[saved_name(key, value.dtype)] = value.chunks()
+        elif key != "step":
+            state[saved_name(key, value.dtype)] = _all_of(value)
+        elif ranks.is_first:
+            state[key] = value.detach().clone()
+    return state
+
+
+def _waiting_gradients(engine: Engine, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """The slices of gradients that no step has used yet.
+
+    Raises:
+        ConfigError: a backward under no_sync() left one on its rank.
+    """
+    found: dict[str, Any] = {}
+    for parameter, slot in engine.slot_of.items() if engine.gradients_wait else ():
+        if parameter.grad is None:
+            continue
+        if engine.gradients.is_local(slot):
+            raise ConfigError(
+                f"{names[parameter]!r} has a gradient of this rank alone, from a backward under "
+                "no_sync(), which a checkpoint cannot keep: save after a backward outside of it, "
+                "or after step(), or drop the gradients with zero_grad()"
+            )
+        local = engine.gradients.checked(slot, parameter.grad)
+        slices = engine.gradients.shards.slices[slot]
+        found[names[parameter]] = ShardTensor(local, slices, engine.transport).chunks()
+    return found
+
+
+# --- random states
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Of torch on the host and on `device`, of Python, and of numpy where it is in use."""
+    states: dict[str, Any] = {
+        "torch": _bytes_of(torch.get_rng_state()),
+        "python": random.getstate(),
+    }
+    if device.type != "cpu":
+        states[device.type] = _bytes_of(torch.get_device_module(device).get_rng_state(device))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy"] = (kind, keys.tolist(), *rest)
+    return states
+
+
+def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
+    """Go on where `random_states` was called."""
+    torch.set_rng_state(_tensor_of(states["torch"]))
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    if device.type in states:
+        torch.get_device_module(device).set_rng_state(_tensor_of(states[device.type]), device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        kind, values, *rest = states["numpy"]
+        numpy.random.set_state((kind, numpy.array(values, dtype="uint32"), *rest))
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    host = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(host.data_ptr(), host.numel() * host.element_size())
+
+
+def _tensor_of(state: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+# --- what else
+
+
+def _value_of(name: str, value: Any) -> Any:
+    has_state = hasattr(value, "state_dict") and not isinstance(value, Mapping)
+    return plain(value.state_dict() if has_state else value, repr(name))
+
+
+def _as_chunks(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_chunks(entry) for key, entry in value.items()}
+    return value.chunks() if isinstance(value, ShardTensor) else value
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        for entry in value.values():
+            yield from _leaves(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _leaves(entry)
+    else:
+        yield value
+
+
+def digest_of(value: Any) -> str:
+    """Equal for values that are equal in kind and content."""
+    digest = hashlib.sha256()
+
+    def feed(value: Any) -> None:
+        digest.update(type(value).__name__.encode())
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                feed(key)
+                feed(entry)
+        elif isinstance(value, (list, tuple)):
+            digest.update(str(len(value)).encode())
+            for entry in value:
+                feed(entry)
+        elif isinstance(value, Tensor):
+            digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            digest.update(_bytes_of(value))
+        elif isinstance(value, Chunks):
+            digest.update(str(value.shape).encode())
+        else:
+            digest.update(repr(value).encode())
+
+    feed(value)
+    return digest.hexdigest()
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _on_host(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_host(entry) for entry in value)
+    if isinstance(value, Chunks):
+        return value.on_host()
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -1,0 +1,212 @@
+"""What the names in a folder of torch.distributed.checkpoint mean: a `Source`.
+
+Ours, and those that `get_state_dict` makes of any model and optimizer, whatever they were saved
+under.
+"""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ..folders import METADATA
+from ..wrappers import strip_wrappers
+from .dcp_files import DcpFolder, StoredChunks
+from .names import CODES
+from .source import FIELDS, PerRank, Source
+
+__all__ = ["is_dcp", "open_dcp"]
+
+logger = logging.getLogger(__name__)
+
+FIELD_OF = {saved: field for field, saved in CODES.items()}
+STATE = re.compile(rf"(?:(.*?)\.)?state\.(.+)\.({'|'.join((*FIELDS, *FIELD_OF))})")
+SCHEDULERS = ("scheduler", "lr_scheduler")
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether a folder is one of torch.distributed.checkpoint."""
+    return (path / METADATA).is_file()
+
+
+def open_dcp(path: Path) -> Source:
+    """A folder of torch.distributed.checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read, or is damaged.
+    """
+    folder = DcpFolder(path)
+    keys = _Keys(folder)
+    is_ours = folder.manifest is not None
+    prefix, state = ("optimizer", keys.state()["optimizer"]) if is_ours else keys.main_state()
+    source = Source(
+        what="a zeroshard checkpoint" if is_ours else "a torch.distributed checkpoint", path=path
+    )
+    for name, fields in state.items():
+        source.state[strip_wrappers(name)] = {
+            FIELD_OF.get(field, field): keys.take(key) for field, key in fields.items()
+        }
+    _take_groups(keys, prefix, source)
+    begin = "model." if is_ours else keys.prefix_of_weights(state)
+    for key in keys.tensors_under(begin):
+        source.weights[strip_wrappers(key.removeprefix(begin))] = keys.take(key)
+    if is_ours:
+        _take_ours(keys, source)
+    else:
+        _take_others(keys, source)
+    return source
+
+
+class _Keys:
+    """The keys of a folder, each of which is taken once.
+
+    Args:
+        folder: of torch.distributed.checkpoint.
+    """
+
+    def __init__(self, folder: DcpFolder) -> None:
+        self.folder = folder
+        entries = folder.metadata.state_dict_metadata
+        self.tensors = {k for k, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+        self.left = set(entries)
+        self._stored: dict[int, StoredChunks] = {}  # by entry: tied ones have one
+
+    def take(self, key: str) -> StoredChunks:
+        """A tensor."""
+        self.left.discard(key)
+        entry = self.folder.metadata.state_dict_metadata[key]
+        return self._stored.setdefault(id(entry), StoredChunks(self.folder, key))
+
+    def value(self, key: str) -> Any:
+        """A value, or a whole tensor."""
+        if key in self.tensors:
+            return self.take(key).read()
+        self.left.discard(key)
+        return self.folder.value(key)
+
+    def under(self, prefix: str) -> list[str]:
+        """All keys that are left and begin with `prefix`."""
+        return sorted(key for key in self.left if key.startswith(prefix))
+
+    def tensors_under(self, prefix: str) -> list[str]:
+        """The tensors among them."""
+        return [key for key in self.under(prefix) if key in self.tensors]
+
+    def nested(
+        self, keys: Iterable[str], read: Callable[[str], Any] | None = None
+    ) -> dict[str, Any]:
+        """What is under `keys`, nested as it was saved."""
+        paths = self.folder.metadata.planner_data or {}
+        flat = {key: (read or self.value)(key) for key in keys}
+        nested: dict[str, Any] = unflatten_state_dict(
+            flat, {key: paths.get(key, tuple(key.split("."))) for key in flat}
+        )
+        return nested
+
+    def state(self) -> dict[str, dict[str, dict[str, str]]]:
+        """{prefix: {name: {field: key}}} of what looks like the state of parameters."""
+        found: dict[str, dict[str, dict[str, str]]] = {"optimizer": {}}
+        for key in sorted(self.tensors):
+            match = STATE.fullmatch(key)
+            if match:
+                of_prefix = found.setdefault(match[1] or "", {})
+                of_prefix.setdefault(match[2], {})[match[3]] = key
+        return found
+
+    def main_state(self) -> tuple[str, dict[str, dict[str, str]]]:
+        """That of the prefix with most parameters that have a first moment."""
+        found = self.state()
+        with_moments = {
+            prefix: {
+                name: fields
+                for name, fields in names.items()
+                if not {"exp_avg", "exp_avg_codes"}.isdisjoint(fields)
+            }
+            for prefix, names in found.items()
+        }
+        prefix = max(with_moments, key=lambda prefix: len(with_moments[prefix]))
+        return prefix, with_moments[prefix]
+
+    def prefix_of_weights(self, names: Collection[str]) -> str:
+        """Under which the weights are."""
+        tensors = self.tensors & self.left
+        found = Counter(
+            key.removesuffix(name)
+            for name in names
+            for key in tensors
+            if key == name or key.endswith(f".{name}")
+        )
+        if found:
+            return max(found, key=lambda prefix: (found[prefix], -len(prefix)))
+        usual = ("model.", "state_dict.", "module.", "app.model.")
+        return next((p for p in usual if any(key.startswith(p) for key in tensors)), "")
+
+
+def _take_groups(keys: _Keys, prefix: str, source: Source) -> None:
+    """The param groups; one for each parameter where they were saved flat."""
+    begin = f"{prefix}.param_groups." if prefix else "param_groups."
+    found = keys.under(begin)
+    if not found:
+        return
+    if all(key.removeprefix(begin).split(".")[0].isdigit() for key in found):
+        nested: Any = keys.nested(found)
+        for part in begin.rstrip(".").split("."):
+            nested = nested[part]
+        source.groups = list(nested.values()) if isinstance(nested, dict) else nested
+        return
+    by_name: dict[str, dict[str, Any]] = {}
+    for key in found:
+        name, _, option = key.removeprefix(begin).rpartition(".")
+        by_name.setdefault(name, {"params": [strip_wrappers(name)]})[option] = keys.value(key)
+    source.groups, source.groups_are_by_name = list(by_name.values()), True
+
+
+def _take_ours(keys: _Keys, source: Source) -> None:
+    assert keys.folder.manifest is not None
+    source.step = keys.folder.manifest["step"]
+    strides = keys.folder.manifest["strides"]
+    source.strides = {name: tuple(stride) for name, stride in strides.items()}
+    (source.rng,) = keys.value("rng")
+    for key in keys.tensors_under("gradients."):
+        source.gradients[key.removeprefix("gradients.")] = keys.take(key)
+    if keys.under("scheduler"):
+        (source.scheduler,) = keys.value("scheduler")
+    by_rank: dict[str, dict[int, Any]] = {}
+    for key in keys.under("extra_by_rank."):
+        name, _, rank = key.removeprefix("extra_by_rank.").rpartition(".")
+        (by_rank.setdefault(name, {})[int(rank)],) = keys.value(key)
+    for name, values in by_rank.items():
+        source.extra[name] = PerRank(values[rank] for rank in sorted(values))
+    sliced = []
+    for key in keys.under("extra."):
+        path = (keys.folder.metadata.planner_data or {}).get(key, ())
+        if len(path) == 2 and key not in keys.tensors:
+            (source.extra[path[1]],) = keys.value(key)
+        else:
+            sliced.append(key)
+    read = {True: keys.take, False: keys.value}
+    nested = keys.nested(sliced, lambda key: read[key in keys.tensors](key))
+    source.extra.update(nested.get("extra", {}))
+
+
+def _take_others(keys: _Keys, source: Source) -> None:
+    for name in SCHEDULERS:
+        found = keys.under(f"{name}.")
+        if found and source.scheduler is None:
+            source.scheduler = keys.nested(found)[name]
+    for name in ("step", "global_step", "iteration"):
+        if name in keys.left and source.step is None:
+            source.step = int(keys.value(name))
+    values = [key for key in sorted(keys.left) if key not in keys.tensors]
+    source.extra.update(keys.nested(values))
+    if keys.left:
+        logger.warning(
+            "%s also holds %s, which nothing here is loaded from",
+            source.path,
+            ", ".join(sorted(keys.left)[:5]) + (" ..." if len(keys.left) > 5 else ""),
+        )

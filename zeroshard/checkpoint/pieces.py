@@ -1,0 +1,65 @@
+"""Tensors of a checkpoint by pieces, with an account of how far it is."""
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .source import Stored
+
+__all__ = ["PIECE_NUMEL", "Pieces", "row_major"]
+
+# Whole blocks of 8-bit moments. Decoding these takes some 40 bytes for each element meanwhile.
+PIECE_NUMEL = 2**19
+TRIM_NBYTES = 4 * 2**20
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+class Pieces:
+    """Reads tensors and counts their bytes.
+
+    Args:
+        on_progress: called with the bytes that were read and those that will be; or None.
+    """
+
+    def __init__(self, on_progress: Callable[[int, int], object] | None = None) -> None:
+        self.on_progress = on_progress
+        self.done = self.total = 0
+        self._trimmed = 0  # `done` at that time
+        # What is freed in pieces of changing sizes stays with the C library otherwise: 50 MiB.
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
+
+    def expect(self, stored: Iterable[Stored]) -> None:
+        """Say what will be read."""
+        self.total += sum(tensor.numel * tensor.dtype.itemsize for tensor in stored)
+
+    def of(self, stored: Stored) -> Iterator[Tensor]:
+        """All elements, flat and in row-major order; a tensor without any is one piece."""
+        for start in range(0, max(1, stored.numel), PIECE_NUMEL):
+            yield self._read(stored, start, min(PIECE_NUMEL, stored.numel - start))
+
+    def range_of(self, stored: Stored, start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel) in row-major order, put together from pieces."""
+        flat = torch.empty(numel, dtype=stored.dtype)
+        for first in range(0, numel, PIECE_NUMEL):
+            part = flat[first : first + PIECE_NUMEL]
+            part.copy_(self._read(stored, start + first, part.numel()))
+        return flat
+
+    def _read(self, stored: Stored, start: int, numel: int) -> Tensor:
+        piece = stored.read_range(row_major(stored.shape), start, numel)
+        if start + numel == stored.numel:
+            stored.forget()
+        self.done += piece.nbytes
+        if self.done - self._trimmed >= TRIM_NBYTES:
+            self._trimmed = self.done
+            self._trim(0)
+        if self.on_progress is not None:
+            self.on_progress(self.done, self.total)
+        return piece

@@ -1,0 +1,76 @@
+"""A folder as torch.distributed.checkpoint writes it, in bounded memory."""
+
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from ..boxes import Box, split
+from ..chunks import Chunks
+from ..transport import HostRanks
+from .dcp_writing import write_files
+from .decoded import groups_of, others_of, state_of
+from .pieces import Pieces, row_major
+from .source import Source, Stored
+
+__all__ = ["write_dcp"]
+
+CHUNK_NBYTES = 8 * 2**20  # of which torch has several copies while it writes one
+
+
+def write_dcp(path: Path, source: Source, weights: dict[str, Stored], reading: Pieces) -> None:
+    """Write what `dcp.save({"model": ..., "optimizer": ...})` does, and what else there is.
+
+    The names are those of torch's `get_state_dict`: `model.<name>`,
+    `optimizer.state.<name>.<field>` and `optimizer.param_groups.<number>.<option>`.
+
+    Args:
+        path: of the folder.
+        source: the checkpoint.
+        weights: of it, as they are to be written.
+        reading: reads them.
+    """
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, stored in weights.items():
+        if first.setdefault(id(stored), name) != name:
+            aliases[f"model.{name}"] = f"model.{first[id(stored)]}"
+    model = {name: weights[name] for name in first.values()}
+    optimizer = {"state": state_of(source, weights), "param_groups": groups_of(source)}
+    content: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    content.update(others_of(source))
+    path.mkdir()
+    write_files(path, _lazily(content, reading), aliases, HostRanks(None))
+
+
+def _lazily(value: Any, reading: Pieces) -> Any:
+    """The same, with tensors that are read when they are written."""
+    if isinstance(value, dict):
+        return {key: _lazily(entry, reading) for key, entry in value.items()}
+    if not isinstance(value, Stored):
+        return value
+    reading.expect([value])
+    return _Lazy(value, reading)
+
+
+class _Lazy(Chunks):
+    """All of a tensor, of which a chunk is read when it is asked for."""
+
+    def __init__(self, stored: Stored, reading: Pieces) -> None:
+        nothing = torch.empty(0, dtype=stored.dtype)  # has the dtype
+        super().__init__(nothing, stored.shape, row_major(stored.shape), [(0, stored.numel, 0)])
+        self.stored, self.reading = stored, reading
+
+    @cached_property
+    def boxes(self) -> list[Box]:
+        whole = Box((0,) * len(self.shape), self.shape, 0)
+        return split(whole, self.stride, CHUNK_NBYTES // self.stored.dtype.itemsize)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        box = self._by_offsets[tuple(index.offset or ())]
+        flat = self.reading.range_of(self.stored, box.start, prod(box.sizes))
+        return flat.reshape(box.sizes)
