@@ -11,7 +11,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import _get_layout
 
 from .agreement import in_agreement
-from .errors import ConfigError
+from .errors import CheckpointError
 from .transport import Op, Transport
 
 __all__ = ["METADATA", "load_folder", "new_folder", "opened", "read", "save_folder"]
@@ -59,7 +59,7 @@ def save_folder(
     # Of ranks that hold the same shard, those that come first along the axis of replicas write.
     writes = mesh is None or not any((mesh.get_coordinate() or ())[:-1])
     parts = (METADATA, "*.distcp")
-    with new_folder(path, transport, what, parts=parts) as fresh, as_asked(path):
+    with new_folder(path, transport, what, parts=parts) as fresh, as_asked(path, alone=mesh is None):
         if writes:
             save(content, checkpoint_id=fresh, process_group=group, no_dist=mesh is None)
 
@@ -157,12 +157,12 @@ def load_folder(
         theirs = {key for key in saved if key.split(".")[0] in wanted}
         for key in sorted(theirs ^ flat.keys()) if strict else ():
             where, name = "not in it" if key in flat else "in it only", key.partition(".")[2]
-            raise ConfigError(f"{path} holds another {what}: {name!r} is {where}")
+            raise CheckpointError(f"{path} holds another {what}: {name!r} is {where}")
         flat = {key: value for key, value in flat.items() if key in saved}
         for key, value in flat.items():
             here, there = getattr(value, "shape", None), getattr(saved[key], "size", None)
             if here != there:
-                raise ConfigError(
+                raise CheckpointError(
                     f"{path} holds another {what}: {key.partition('.')[2]!r} must have shape "
                     f"{here and (*here,)}, and has {there and (*there,)} in it"
                 )
@@ -171,31 +171,32 @@ def load_folder(
 
 
 @contextmanager
-def as_asked(path: object) -> Iterator[None]:
+def as_asked(path: object, *, alone: bool) -> Iterator[None]:
     """Without torch's guess why a rank works alone, and with errors that are Exceptions."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with warnings.catch_warnings() if alone else nullcontext():
+        if alone:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
         except CheckpointException as error:
             _, (cause, _) = next(iter(error.failures.items()))
-            raise ConfigError(f"checkpoint {path}: {str(cause) or repr(cause)}") from cause
+            raise CheckpointError(f"checkpoint {path}: {str(cause) or repr(cause)}") from cause
 
 
 def opened(path: str | os.PathLike[str], what: str) -> tuple["_Reader", Metadata]:
     """The reader of a folder and what the folder says it holds, all of which is there."""
     reader = _Reader(path)
     if not Path(path, METADATA).is_file():
-        raise ConfigError(f"{path} holds no {what}")
+        raise CheckpointError(f"{path} holds no {what}")
     try:
         metadata = reader.read_metadata()
         ends = {(s.relative_path, s.offset + s.length) for s in metadata.storage_data.values()}
     except Exception as error:
-        raise ConfigError(f"checkpoint {path}: {METADATA} cannot be read: {error}") from error
+        raise CheckpointError(f"checkpoint {path}: {METADATA} cannot be read: {error}") from error
     for name, end in sorted(dict(sorted(ends)).items()):  # the last byte of each file
         file = Path(path, name)
         if not file.is_file() or file.stat().st_size < end:
-            raise ConfigError(f"checkpoint {path} is damaged: {name} is missing or cut off")
+            raise CheckpointError(f"checkpoint {path} is damaged: {name} is missing or cut off")
     return reader, metadata
 
 
@@ -247,6 +248,6 @@ class _Planner(DefaultLoadPlanner):
 
 def read(reader: FileSystemReader, wanted: dict[str, Any]) -> dict[str, Any]:
     """Fill the tensors of a flat state dict; alone, since each rank knows what it needs."""
-    with as_asked(reader.path):
+    with as_asked(reader.path, alone=True):
         load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
     return wanted

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..boxes import row_major
 from ..chunks import Chunks
@@ -118,7 +119,7 @@ def content_of(
         ]
     return Content(
         values=values,
-        extra={name: _as_chunks(_value_of(name, value)) for name, value in extra.items()},
+        extra={name: _value_of(name, value) for name, value in extra.items()},
         random_states=random_states(engine.device),
         tied=tied,
         strides={n: c.stride for n, c in weights.items() if c.stride != row_major(c.shape)},
@@ -281,7 +282,13 @@ def _tensor_of(state: bytes) -> Tensor:
 
 def _value_of(name: str, value: Any) -> Any:
     has_state = hasattr(value, "state_dict") and not isinstance(value, Mapping)
-    return plain(value.state_dict() if has_state else value, repr(name))
+    value = _as_chunks(plain(value.state_dict() if has_state else value, repr(name)))
+    if any(isinstance(leaf, DTensor) for leaf in _leaves(value)):
+        raise ConfigError(
+            f"{name!r} holds a DTensor, or slices in a list: pass slices in dictionaries, by name, "
+            "and other DTensors as whole tensors"
+        )
+    return value
 
 
 def _as_chunks(value: Any) -> Any:

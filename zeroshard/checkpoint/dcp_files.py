@@ -111,7 +111,7 @@ class DcpFolder:
         receiver = _Receiver(dtype)
         info = self.metadata.storage_data[index]
         try:
-            with as_asked(self.path):
+            with as_asked(self.path, alone=False):
                 self.reader.read_data(LoadPlan([item]), receiver).wait()
         except Exception as error:
             file = self.path / info.relative_path

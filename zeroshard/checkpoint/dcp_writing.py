@@ -41,7 +41,7 @@ def write_files(
         What this rank wrote, with its checksums, as read again.
     """
     writer = _Writer(folder, aliases)
-    with as_asked(folder):
+    with as_asked(folder, alone=ranks.group is None):
         save(
             content,
             storage_writer=writer,

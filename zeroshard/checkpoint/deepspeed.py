@@ -3,6 +3,7 @@
 DeepSpeed need not be installed. How parameters lie in its files is in `deepspeed_layout.py`.
 """
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..wrappers import strip_wrappers
 from .deepspeed_files import Files, checkpoint_folder, is_plain, load_file
 from .deepspeed_layout import Dealt, Line, OnLine, Shapes, line_offsets, share_of, share_offsets
 from .source import Source, Stored
 from .torch_files import TensorInMemory
 
 __all__ = ["is_deepspeed", "open_deepspeed"]
+
+logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # What is saved beside the user's `client_state`, in any version of DeepSpeed.
@@ -226,17 +230,22 @@ class _Optimizer:
             fields = ("master", *(MOMENTS if self._entry(0, flat) else ()))
             by_field = {field: self._stored(flat, field) for field in fields}
             for name in shapes:
-                state[name] = {field: stored[name] for field, stored in by_field.items()}
+                fields = {field: stored[name] for field, stored in by_field.items()}
                 if step is not None:
                     value = torch.tensor(step, dtype=torch.float32)
-                    state[name]["step"] = TensorInMemory(value, self.files[0])
+                    fields["step"] = TensorInMemory(value, self.files[0])
+                state[name] = fields
         return state
 
-    def groups(self) -> list[dict[str, Any]] | None:
-        """The param groups with names; None where the checkpoint has no options."""
+    def groups(self) -> list[dict[str, Any]]:
+        """The param groups with names."""
         base = self.base[0]
         if isinstance(base, list):
-            return None
+            logger.warning(
+                "%s has no options of its param groups, as saved with elastic_checkpoint",
+                self.files[0],
+            )
+            return [{"params": list(shapes)} for shapes in self.shapes]
         groups = []
         for group in base["param_groups"]:
             if not group.get("bias_correction", True):

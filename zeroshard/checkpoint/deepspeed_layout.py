@@ -35,7 +35,7 @@ from .source import Stored
 
 __all__ = ["Dealt", "Line", "OnLine", "Shapes", "line_offsets", "share_of", "share_offsets"]
 
-BUFFER_NUMEL = 2**20  # read at a time, where elements are wanted in another order
+BUFFER_NUMEL = 2**18  # read at a time, where elements are wanted in another order
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -27,7 +27,7 @@ from ..weights import Target, pieces, read_into, shape_of
 from ..wrappers import unwrap
 from .content import names_in, set_random_state
 from .names import names_of, unwrapped
-from .opening import open_source
+from .opening import is_checkpoint, open_source
 from .saving import wait_for_save
 from .source import PerRank, Source, Stored
 from .state_plan import Request, StatePlan
@@ -94,10 +94,10 @@ def load_checkpoint(
                     "are returned"
                 )
         engine.masters.look_at_writes()
-    chosen = _choose(Path(path), ranks)
-    if not chosen and missing_ok:
+    chosen = _choose(Path(path), ranks, missing_ok)
+    if not chosen:
         return {}
-    plan = _first_that_is_whole(chosen, model, optimizer, objects, ranks, Path(path))
+    plan = _first_that_is_whole(chosen, model, optimizer, objects, ranks)
     with plan.source, _not_half(engine):
         with in_agreement(ranks, f"load_checkpoint from {plan.source.path}", CheckpointError):
             plan.load_weights()
@@ -124,7 +124,7 @@ def _not_half(engine: Engine) -> Iterator[None]:
 # --- which checkpoint
 
 
-def _choose(path: Path, ranks: HostRanks) -> list[Path]:
+def _choose(path: Path, ranks: HostRanks, missing_ok: bool) -> list[Path]:
     """What may be read, the best first; the same on every rank."""
     what = f"load_checkpoint from {path}"
     found: list[Path] = []
@@ -133,12 +133,12 @@ def _choose(path: Path, ranks: HostRanks) -> list[Path]:
             found, damages = find(path)
             for damage in damages:
                 logger.warning("passed over %s", damage)
-            if damages and not found:
+            if not found and any(damage.was_whole for damage in damages):
                 raise CheckpointError(
                     f"{path} has no whole checkpoint: " + "; ".join(map(str, damages))
                 )
-            if not found and path.exists() and (path.is_file() or any(path.iterdir())):
-                found = [path]
+            if not found and (is_checkpoint(path) or not missing_ok):
+                found = [path]  # of another system; or opening it says what is there instead
     chosen: list[Path] = ranks.from_first(found, op=Op(what))
     return chosen
 
@@ -149,7 +149,6 @@ def _first_that_is_whole(
     optimizer: AdamW,
     objects: Mapping[str, Any],
     ranks: HostRanks,
-    path: Path,
 ) -> "_Plan":
     """Open the first checkpoint that every rank finds whole."""
     names = list(names_of(model, optimizer).values())
@@ -181,10 +180,12 @@ def _first_that_is_whole(
         if not damages:
             assert plan is not None
             return plan
+        if plan is not None:
+            plan.source.close()
         reasons.append(damages[0])
         if ranks.is_first:
             logger.warning("passed over %s: %s", candidate, damages[0])
-    raise CheckpointError("; ".join(reasons) if reasons else f"{path}: there is no checkpoint")
+    raise CheckpointError("; ".join(reasons))
 
 
 class _Plan:

@@ -12,9 +12,18 @@ from .source import Source
 from .torch_files import is_torch_file, open_torch_file
 from .versions import find
 
-__all__ = ["open_source"]
+__all__ = ["is_checkpoint", "open_source"]
 
 logger = logging.getLogger(__name__)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether there is something at a path that `open_source` reads, whole or not."""
+    if not path.is_dir():
+        return is_torch_file(path)
+    whole, damages = find(path)
+    is_ours = bool(whole) or any(damage.was_whole for damage in damages)
+    return is_ours or is_dcp(path) or is_deepspeed(path)
 
 
 def open_source(
@@ -47,7 +56,8 @@ def open_source(
             return open_deepspeed(path)
     raise CheckpointError(
         f"{path}: expected a checkpoint of zeroshard, torch.distributed.checkpoint or DeepSpeed "
-        f"(folders), or a file that torch.save wrote; there is {_kind(path)}"
+        f"(folders), or a file that torch.save wrote; there is {_kind(path)}. Weights alone, in "
+        "safetensors, are read by load_weights"
     )
 
 

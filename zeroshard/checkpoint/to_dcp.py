@@ -19,7 +19,7 @@ from .source import Source, Stored
 
 __all__ = ["write_dcp"]
 
-CHUNK_NBYTES = 8 * 2**20  # of which torch has several copies while it writes one
+CHUNK_NBYTES = 4 * 2**20  # of which torch has several copies while it writes one
 
 
 def write_dcp(path: Path, source: Source, weights: dict[str, Stored], reading: Pieces) -> None:

@@ -48,10 +48,11 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Damage:
-    """Why a checkpoint cannot be used."""
+    """Why a checkpoint cannot be used, or never was one."""
 
     path: Path
     reason: str
+    was_whole: bool = True
 
     def __str__(self) -> str:
         return f"{self.path} {self.reason}"
@@ -245,7 +246,7 @@ def checksum(file: Path, offset: int, length: int) -> int:
 def _look_at(path: Path) -> Damage | None:
     """What is wrong with a checkpoint, as far as names and sizes of files tell."""
     if path.name.endswith(UNFINISHED):
-        return Damage(path, "was not written to the end")
+        return Damage(path, "was not written to the end", was_whole=False)
     try:
         files = read_manifest(path)["files"]
     except CheckpointError as error:
