@@ -1,6 +1,5 @@
 """Text to token windows: what is trained on and what is held out. No model and no ranks."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,19 +43,9 @@ class Corpus:
             )
         return Corpus(training=tokens[:cut], held_out=tokens[cut:])
 
-    def batches(
-        self, *, batch: int, seq: int, seed: int, rank: int, world_size: int
-    ) -> Iterator[Tensor]:
-        """Endless [batch, seq + 1] windows. All ranks draw the same global batch and take their
-        part of it, so no two ranks train on the same windows.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        within = torch.arange(seq + 1)
-        while True:
-            starts = torch.randint(
-                len(self.training) - seq, (world_size, batch), generator=generator
-            )
-            yield self.training[starts[rank][:, None] + within]
+    def batches(self, *, batch: int, seq: int, seed: int, rank: int, world_size: int) -> "Batches":
+        """`batch` is the number of windows that one rank gets."""
+        return Batches(self.training, batch, seq, seed, rank, world_size)
 
     def validation(self, *, windows: int, seq: int, rank: int, world_size: int) -> Tensor:
         """[n, seq + 1]: this rank's part of `windows` windows spread evenly over the held-out text.
@@ -67,3 +56,33 @@ class Corpus:
         last = len(self.held_out) - seq - 1
         starts = torch.linspace(0, last, per_rank * world_size).long()[rank::world_size]
         return self.held_out[starts[:, None] + torch.arange(seq + 1)]
+
+
+class Batches:
+    """Endless [batch, seq + 1] windows of a text.
+
+    All ranks draw the same global batch and take their part of it, so no two ranks train on the
+    same windows. Which windows come next is the state of the generator alone: other ranks, in
+    another number, go on from it without leaving out a window or taking one twice.
+    """
+
+    def __init__(
+        self, tokens: Tensor, batch: int, seq: int, seed: int, rank: int, world_size: int
+    ) -> None:
+        self.tokens, self.seq = tokens, seq
+        self.rank, self.shape = rank, (world_size, batch)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> Tensor:
+        last = len(self.tokens) - self.seq
+        starts = torch.randint(last, self.shape, generator=self.generator)[self.rank]
+        return self.tokens[starts[:, None] + torch.arange(self.seq + 1)]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.generator.set_state(state["generator"])

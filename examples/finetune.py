@@ -9,7 +9,7 @@ knows which optimizer it is. docs/finetune.md has the options and more commands.
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import cos, pi
@@ -149,14 +149,15 @@ def validate(model: nn.Module, windows: Tensor, options: Options, world: World) 
     return world.mean(sum(losses) / len(windows))[0]
 
 
-def take_step(trainee: Trainee, micro_batches: list[Tensor]) -> Tensor:
-    """One optimizer step; the mean loss of this rank's micro-batches."""
+def take_step(trainee: Trainee, micro_batches: Sequence[Tensor]) -> Tensor:
+    """One optimizer step; the mean loss of this rank's windows."""
     trainee.optimizer.zero_grad()
     losses = []
+    count = sum(map(len, micro_batches))
     for index, windows in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
         with nullcontext() if is_last else trainee.no_sync():
-            loss = loss_of(trainee.forward, windows) / len(micro_batches)
+            loss = loss_of(trainee.forward, windows) / (count / len(windows))
             loss.backward()
         losses.append(loss.detach())
     torch.nn.utils.clip_grad_norm_(trainee.model.parameters(), 1.0)
@@ -173,7 +174,8 @@ def train(
     factor = warmup_and_cosine(options.steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(trainee.optimizer, factor)
     part = {"seq": options.seq, "rank": world.rank, "world_size": world.size}
-    batches = corpus.batches(batch=options.batch, seed=options.seed, **part)
+    windows_per_step = options.windows(world.size)
+    batches = corpus.batches(batch=windows_per_step, seed=options.seed, **part)
     held_out = corpus.validation(windows=options.validate, **part)
     run = report.Run(
         stage=stage,
@@ -182,18 +184,28 @@ def train(
         steps=options.steps,
         numel=sum(p.numel() for p in model.parameters()),
         validation_before=validate(model, held_out, options, world),
+        nbytes=report.by_category(trainee.memory()),
     )
-    tokens = options.accumulate * options.batch * options.seq * world.size
+    kept = {"model": model, "optimizer": trainee.optimizer, "scheduler": scheduler}
+    kept |= {"batches": batches, "run": run}
+    folder, keep = options.checkpoint_dir, options.keep
+    if folder is not None:
+        zeroshard.load_checkpoint(folder, **kept, missing_ok=True)
+    tokens = windows_per_step * options.seq * world.size
     with report.progress(run, tokens, shown=world.rank == 0) as show:
-        for _ in range(options.steps):
-            micro_batches = [next(batches).to(world.device) for _ in range(options.accumulate)]
+        for step in range(len(run.losses) + 1, options.steps + 1):
+            windows = next(batches).to(world.device)
             started = time.perf_counter()
-            loss = take_step(trainee, micro_batches)
+            loss = take_step(trainee, windows.split(options.batch))
             # The ranks notice Ctrl-C at different moments: they stop where all know of it.
             loss, pressed = world.mean(loss, interrupt.pressed)
             run.record(loss, time.perf_counter() - started, trainee.memory())
             scheduler.step()
             show()
+            is_last = step == options.steps or pressed > 0
+            if folder is not None and (is_last or step % options.checkpoint_every == 0):
+                # Training goes on while it is written. Nothing would wait for the last one.
+                zeroshard.save_checkpoint(folder, **kept, step=step, keep=keep, blocking=is_last)
             if pressed:
                 return model, run
     run.validation_after = validate(model, held_out, options, world)

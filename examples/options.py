@@ -12,6 +12,9 @@ import torch
 SMALL = {"steps": 200, "batch": 4, "seq": 96, "lr": 6e-4, "validate": 64, "sample": 240}
 PRETRAINED = {"steps": 20, "batch": 1, "seq": 128, "lr": 5e-5, "validate": 8, "sample": 40}
 
+AT_LEAST_1 = ("steps", "batch", "seq", "accumulate", "layers", "width", "validate")
+AT_LEAST_1 += ("checkpoint_every", "keep")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -34,6 +37,16 @@ class Options:
     corpus: tuple[Path, ...] = ()
     model: Path | None = None
     out: Path | None = None
+    global_batch: int | None = None  # windows per step, over all ranks
+    checkpoint_dir: Path | None = None
+    checkpoint_every: int  # steps
+    keep: int  # checkpoints
+
+    def windows(self, world_size: int) -> int:
+        """What one rank takes in a step, `batch` at once."""
+        if self.global_batch is None:
+            return self.accumulate * self.batch
+        return self.global_batch // world_size
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -66,6 +79,10 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     add("--corpus", type=Path, nargs="+", default=(), metavar="FILE", help="text to train on")
     add("--model", type=Path, metavar="DIR_OR_GGUF", help="a pretrained model for transformers")
     add("--out", type=Path, metavar="DIR", help="write results.json and results.png there")
+    add("--global-batch", type=int, metavar="N", help="windows per step, over all ranks")
+    add("--checkpoint-dir", type=Path, metavar="DIR", help="save there, and go on from there")
+    add("--checkpoint-every", type=int, default=50, metavar="STEPS")
+    add("--keep", type=int, default=2, metavar="N", help="checkpoints that stay (default 2)")
     given = vars(parser.parse_args(arguments))
     sizes = SMALL if given["model"] is None else PRETRAINED
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -87,12 +104,22 @@ def default_of(name: str) -> str:
 
 def problem_of(options: Options) -> str | None:
     """What makes a run impossible, said before any rank waits for another."""
-    for name in ("steps", "batch", "seq", "accumulate", "layers", "width", "validate"):
+    for name in AT_LEAST_1:
         if getattr(options, name) < 1:
-            return f"--{name} must be at least 1, got {getattr(options, name)}"
+            return f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}"
     if options.sample < 0 or not options.prompt:
         return "--sample must not be negative, and --prompt not empty"
+    if options.checkpoint_dir is not None and 0 in options.stages:
+        return "--checkpoint-dir is for one run of stage 1, 2 or 3, not of stage 0 or --compare"
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if options.global_batch is not None:
+        if options.accumulate > 1:
+            return "--global-batch says how much is accumulated: leave --accumulate out"
+        if options.global_batch < 1 or options.global_batch % world_size:
+            return (
+                "--global-batch must be a multiple of the number of ranks, "
+                f"got {options.global_batch} for {world_size}"
+            )
     if options.mesh is not None and options.mesh[0] * options.mesh[1] != world_size:
         replicas, shards = options.mesh
         return f"--mesh {replicas}x{shards} is for {replicas * shards} ranks, got {world_size}"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from options import Options
 
@@ -25,10 +26,10 @@ class Run:
     steps: int  # planned
     numel: int  # parameters of the model
     validation_before: float  # nats per token, mean over ranks
+    nbytes: dict[str, int]  # per rank, after a step, by CATEGORIES
     validation_after: float | None = None  # None: interrupted
     losses: list[float] = field(default_factory=list)  # of each step, mean over ranks
     step_ms: list[float] = field(default_factory=list)
-    nbytes: dict[str, int] = field(default_factory=dict)  # per rank, after a step, by CATEGORIES
 
     @property
     def label(self) -> str:
@@ -42,6 +43,8 @@ class Run:
 
     @property
     def median_step_ms(self) -> float:
+        if not self.step_ms:  # there was nothing left to do
+            return float("nan")
         # The first steps build DDP's buckets, the moments and the allocator's pools.
         return statistics.median(self.step_ms[min(3, len(self.step_ms) // 2) :])
 
@@ -52,7 +55,15 @@ class Run:
     def record(self, loss: float, elapsed: float, memory: dict[str, int]) -> None:
         self.losses.append(loss)
         self.step_ms.append(1000 * elapsed)
-        self.nbytes = {name: memory[name] for name in CATEGORIES}
+        self.nbytes = by_category(memory)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the same on all ranks, and of use to any number of them."""
+        return {"losses": self.losses, "validation_before": self.validation_before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = list(state["losses"])
+        self.validation_before = state["validation_before"]
 
     def status(self, tokens: int) -> str:
         """The last step in a line; `tokens` is what it trained on, over all ranks."""
@@ -69,6 +80,10 @@ class Run:
         return max(abs(a - b) for a, b in zip(ours, others, strict=True))
 
 
+def by_category(memory: dict[str, int]) -> dict[str, int]:
+    return {name: memory[name] for name in CATEGORIES}
+
+
 @contextmanager
 def progress(run: Run, tokens: int, *, shown: bool) -> Iterator[Callable[[], None]]:
     """A function to call after each step: a bar in a terminal with rich, else a line at times."""
@@ -77,7 +92,8 @@ def progress(run: Run, tokens: int, *, shown: bool) -> Iterator[Callable[[], Non
         return
     print(
         f"{run.label}: {run.numel / 1e6:.2f} M parameters, {tokens} tokens a step, "
-        f"validation loss {run.validation_before:.3f}",
+        f"validation loss {run.validation_before:.3f}"
+        + (f", goes on after step {len(run.losses)}" if run.losses else ""),
         flush=True,
     )
     bar = rich_bar() if sys.stdout.isatty() else None

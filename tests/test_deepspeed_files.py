@@ -245,6 +245,30 @@ def test_several_sub_groups_are_one_param_group(tmp_path):
         assert_same(state_of(source), expected_of(groups), "state")
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_names_are_those_of_the_model_that_was_compiled(stage, tmp_path):
+    before = {"_orig_mod.part.a": (3, 5), "_orig_mod.b": (2,)}
+    write(tmp_path, [parameters(before)], 2, stage)
+    with open_deepspeed(tmp_path) as source:
+        assert source.state.keys() == source.weights.keys() == {"part.a", "b"}
+        assert source.groups[0]["params"] == ["part.a", "b"]
+
+
+def test_parameters_without_elements_are_not_taken_for_tied(tmp_path):
+    empty = {"x": torch.zeros(0, 3), "y": torch.zeros(2, 0)}
+    write(tmp_path, [parameters({"a": (4,)})], 1, 2, frozen=empty, shared_params={"y": "x"})
+    with open_deepspeed(tmp_path) as source:
+        assert_same({name: source.weights[name].read() for name in empty}, empty, "empty")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_frozen_and_tied_parameters_may_be_left_out(stage, tmp_path):
+    tied = {"shared_params": {"other_frozen": "frozen"}, "frozen_param_shapes": None}
+    write(tmp_path, [parameters({"a": (4,)})], 2, stage, **tied)
+    with open_deepspeed(tmp_path) as source:
+        assert source.weights.keys() == {"a"}
+
+
 def anonymous_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))

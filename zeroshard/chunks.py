@@ -19,7 +19,7 @@ from .boxes import Box, block, boxes_of, split
 
 __all__ = ["CHUNK_NBYTES", "Chunks"]
 
-CHUNK_NBYTES = 8 * 2**20
+CHUNK_NBYTES = 4 * 2**20
 """The largest chunk. Who reads a part of it reads it whole, so it bounds the memory of reading."""
 
 

@@ -20,7 +20,7 @@ from consumers import Consumer, tried
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from models import assert_same, letter_batches, letters, loss_of
+from models import assert_same, letter_batches, letters, loss_of, weights
 from ranks import run
 from torch import nn
 
@@ -153,8 +153,7 @@ def written(case):
         whole = {} if config[ZERO]["stage"] == 3 else engine.module.state_dict()
         return held_by(engine), {name: tensor.clone() for name, tensor in whole.items()}
 
-    held, weights = run(body, world_size)[0]
-    return folder, held, weights
+    return folder, *run(body, world_size)[0]
 
 
 def read(source):
@@ -177,7 +176,7 @@ def without_steps(state):
 )
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_engine_held_is_read_from_its_files(case):
-    folder, held, weights = written(case)
+    folder, held, whole = written(case)
     assert is_deepspeed(folder)
     with open_deepspeed(folder) as source:
         state = read(source)
@@ -187,8 +186,8 @@ def test_what_the_engine_held_is_read_from_its_files(case):
         assert source.extra["epoch"] == 3
         assert torch.equal(source.extra["seen"], torch.ones(2))
         found = {name: stored.read() for name, stored in source.weights.items()}
-        if weights:
-            assert_same(found, weights, f"{case}: weights")
+        if whole:
+            assert_same(found, whole, f"{case}: weights")
         else:
             expected = {n.removesuffix(".master"): v for n, v in held.items() if "master" in n}
             trained = {name: value for name, value in found.items() if name in expected}
@@ -347,31 +346,72 @@ def test_what_is_not_read_is_refused(tmp_path):
         open_deepspeed(tmp_path / "2")
 
 
+def go_on(folder, rank, stage, precision):
+    """Losses of our training from DeepSpeed's checkpoint on, on one rank."""
+    model = model_of(seed=9).to(torch.bfloat16 if precision else torch.float32)
+    optimizer = zeroshard.AdamW(
+        groups_of(model),
+        lr=0.5,
+        model=model,
+        stage=stage,
+        precision=zeroshard.Precision(**precision),
+    )
+    assert zeroshard.load_checkpoint(folder, model, optimizer)["step"] == STEPS
+    losses = []
+    for batch in letter_batches(rank)[STEPS:]:
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# In bfloat16 on one rank only: DeepSpeed adds up gradients of several in bfloat16.
 @tried(
-    "training goes on in fp32: the next three losses are DeepSpeed's, bit for bit",
+    "training goes on: the next three losses are DeepSpeed's, bit for bit, in fp32 on two ranks "
+    "and in bf16 on one, with fp32 and with split masters",
     stages="1, 2, 3",
 )
-@pytest.mark.parametrize(("case", "stage"), [("1 fp32", 2), ("1 fp32", 3), ("3 fp32", 1)])
-def test_training_goes_on(case, stage, tmp_path):
+@pytest.mark.parametrize(
+    ("case", "world_size", "stage", "precision"),
+    [
+        ("1 fp32", 2, 2, {}),
+        ("2 fp32", 2, 3, {}),
+        ("3 fp32", 2, 1, {}),
+        ("2 alone", 1, 1, {"master": "fp32"}),
+        ("3 alone", 1, 2, {"master": "split"}),
+    ],
+)
+def test_training_goes_on(case, world_size, stage, precision, tmp_path):
     config = CASES[case][1]
+    if config[ZERO]["stage"] == 3:  # else it rounds a linear layer's product before it adds a bias
+        config = {**config, ZERO: {**config[ZERO], "memory_efficient_linear": False}}
 
     def reference(rank, world_size):
         return steps_of(*train_and_save(tmp_path, config))
 
-    expected = run(reference)
+    expected = run(reference, world_size)
+    assert run(lambda rank, _: go_on(tmp_path, rank, stage, precision), world_size) == expected
+
+
+@tried("what three ranks saved is loaded on two, bit for bit", stages="1, 3")
+@pytest.mark.parametrize(("case", "stage"), [("2 fp32", 3), ("3 fp32", 1)])
+def test_any_number_of_ranks_loads(case, stage):
+    folder, held, _ = written(case)
 
     def body(rank, world_size):
         model = model_of(seed=9)
-        optimizer = zeroshard.AdamW(groups_of(model), lr=0.5, model=model, stage=stage)
-        loaded = zeroshard.load_checkpoint(tmp_path, model, optimizer)
-        assert loaded["step"] == STEPS
-        losses = []
-        for batch in letter_batches(rank)[STEPS:]:
-            loss = loss_of(model, batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+        optimizer = zeroshard.AdamW(groups_of(model), model=model, stage=stage)
+        zeroshard.load_checkpoint(folder, model, optimizer)
+        names = {p: name for name, p in model.named_parameters()}
+        optimizer.consolidate_state_dict()
+        trained = [names[p] for g in optimizer.param_groups for p in g["params"]]
+        loaded = {f"{name}.master": value for name, value in weights(model).items()}
+        state = optimizer.state_dict()["state"] if rank == 0 else {}
+        for name, entry in zip(trained, state.values(), strict=False):
+            assert entry["step"] == STEPS
+            loaded |= {f"{name}.{key}": entry[key] for key in ("exp_avg", "exp_avg_sq")}
+        return {key: value for key, value in loaded.items() if key in held}
 
-    assert run(body) == expected
+    assert_same(run(body)[0], held, case)

@@ -59,8 +59,7 @@ class Content:
 
     def on_host(self) -> "Content":
         """A copy in host memory, of this rank's part and nothing else."""
-        values, extra = _on_host(self.values), _on_host(self.extra)
-        return replace(self, values=values, extra=extra)
+        return replace(self, values=_on_host(self.values), extra={})  # which `values` holds by now
 
     def share_out(self, ranks: HostRanks) -> None:
         """Decide which rank writes what of the rest; all have to call this.
@@ -293,7 +292,7 @@ def _value_of(name: str, value: Any) -> Any:
 
 def _as_chunks(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _as_chunks(entry) for key, entry in value.items()}
+        return type(value)({key: _as_chunks(entry) for key, entry in value.items()})
     return value.chunks() if isinstance(value, ShardTensor) else value
 
 
@@ -336,7 +335,7 @@ def digest_of(value: Any) -> str:
 
 def _on_host(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _on_host(entry) for key, entry in value.items()}
+        return type(value)({key: _on_host(entry) for key, entry in value.items()})
     if isinstance(value, (list, tuple)):
         return type(value)(_on_host(entry) for entry in value)
     if isinstance(value, Chunks):

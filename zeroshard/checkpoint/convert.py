@@ -3,38 +3,26 @@
 Everything goes by pieces, so that memory does not grow with the largest tensor.
 """
 
-import json
 import os
-import re
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import ConfigError
 from ..outputs import check_output, remove, removed_on_error, replace, unfinished
-from ..weight_files import WEIGHTS_NAME, Entry, WeightFolder
 from .decoded import weights_of
 from .opening import open_source
 from .pieces import Pieces
-from .source import Source, Stored
 from .to_dcp import write_dcp
+from .to_safetensors import write_safetensors
 from .to_torch import write_torch
-from .versions import MANIFEST, read_manifest
 
 __all__ = ["FORMATS", "convert"]
 
 WRITERS = {"torch": write_torch, "dcp": write_dcp}
 FORMATS = ("safetensors", *WRITERS)
-ADAPTER_CONFIG = "adapter_config.json"
-# Names of what an adapter has: before and after the adapter's own name, which PEFT leaves out.
-_OF_ADAPTER = (
-    re.compile(r"(.+\.(?:lora_A|lora_B|lora_embedding_A|lora_embedding_B))\.([^.]+)(\.weight|)"),
-    re.compile(r"(.+\.lora_magnitude_vector)\.([^.]+)(?:\.weight)?()"),
-    re.compile(r"(.+)\.modules_to_save\.([^.]+)(\..+)"),
-)
 
 
 def convert(
@@ -82,109 +70,11 @@ def convert(
             out.parent.mkdir(parents=True, exist_ok=True)
             remove(fresh)
             if to == "safetensors":
-                _write_safetensors(fresh, source, weights, dtype, max_file_nbytes, reading)
+                write_safetensors(
+                    fresh, source, weights, reading, dtype=dtype, max_file_nbytes=max_file_nbytes
+                )
             else:
                 WRITERS[to](fresh, source, weights, reading)
             replace(out, fresh)
         except OSError as error:
             raise ConfigError(f"{out} cannot be written: {error}") from error
-
-
-class _Folder(NamedTuple):
-    """Weights that go to one folder.
-
-    Attributes:
-        name: relative to the whole.
-        file_name: of the file, where one is enough.
-        weights: by their names in it.
-        configs: files that are copied beside them.
-    """
-
-    name: str
-    file_name: str
-    weights: dict[str, Stored]
-    configs: list[Path]
-
-
-def _write_safetensors(
-    path: Path,
-    source: Source,
-    weights: Mapping[str, Stored],
-    dtype: torch.dtype | None,
-    max_file_nbytes: int,
-    reading: Pieces,
-) -> None:
-    named = _without_aliases(source, weights)
-    if not named:
-        raise CheckpointError(f"{source.path}: expected weights, and it has none")
-    hub = source.path / "hf"
-    is_adapted = (hub / ADAPTER_CONFIG).is_file()
-    whole = _Folder("", WEIGHTS_NAME, named, _files_in(hub))
-    folders = _adapter_folders(source, named, hub) if is_adapted else [whole]
-    for folder in folders:
-        reading.expect(folder.weights.values())
-    for folder in folders:
-        entries = [Entry(name, s.shape, s.dtype) for name, s in folder.weights.items()]
-        place = path / folder.name
-        place.mkdir(parents=True, exist_ok=True)
-        writer = WeightFolder(place, folder.file_name, entries, max_file_nbytes)
-        try:
-            for stored in folder.weights.values():
-                for piece in reading.of(stored):
-                    writer.write(piece)
-        finally:
-            writer.close()
-        writer.finish()
-        for config in folder.configs:
-            _copy_config(config, place / config.name, dtype)
-
-
-def _without_aliases(source: Source, weights: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Every tensor once, under the first of its names, as `save_pretrained` writes it."""
-    is_ours = (source.path / MANIFEST).is_file()
-    aliases = read_manifest(source.path).get("tied", {}) if is_ours else {}
-    first: dict[int, str] = {}
-    for name, stored in weights.items():
-        if name not in aliases:
-            first.setdefault(id(stored), name)
-    return {name: weights[name] for name in first.values()}
-
-
-def _adapter_folders(source: Source, weights: Mapping[str, Stored], hub: Path) -> list[_Folder]:
-    """What PEFT saves of a model with LoRA, each adapter for itself."""
-    found: dict[str, dict[str, Stored]] = {}
-    for name, stored in weights.items():
-        for pattern in _OF_ADAPTER:
-            if match := pattern.fullmatch(name):
-                found.setdefault(match[2], {})[match[1] + match[3]] = stored
-    folders = []
-    for adapter, named in found.items():
-        name = "" if adapter == "default" or len(found) == 1 else adapter
-        config = hub / name / ADAPTER_CONFIG
-        kind = json.loads(config.read_text())["peft_type"] if config.is_file() else "of no config"
-        if kind != "LORA":
-            raise CheckpointError(
-                f"{config}: expected an adapter of LoRA, and {adapter!r} is {kind}: load the "
-                "checkpoint and use zeroshard.export_weights"
-            )
-        folders.append(_Folder(name, "adapter_model.safetensors", named, _files_in(hub / name)))
-    if not folders:
-        raise CheckpointError(
-            f"{source.path}: expected adapters of LoRA, as {hub / ADAPTER_CONFIG} says, and there "
-            "are none: load the checkpoint and use zeroshard.export_weights"
-        )
-    return folders
-
-
-def _files_in(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.glob("*") if file.is_file())
-
-
-def _copy_config(config: Path, target: Path, dtype: torch.dtype | None) -> None:
-    """Copy a file; what a model's config says of the weights' dtype becomes true."""
-    shutil.copyfile(config, target)
-    if config.name == "config.json" and dtype is not None:
-        said = json.loads(config.read_text())
-        said.pop("torch_dtype", None)  # of earlier versions
-        said["dtype"] = str(dtype).removeprefix("torch.")
-        target.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")

@@ -13,9 +13,19 @@ from ..conversions import exact_master, read_moment
 from ..errors import CheckpointError
 from ..formats import MOMENT_NAMES
 from ..layout import BLOCK
+from .pieces import Ordered, row_major
 from .source import PerRank, Source, Stored
 
-__all__ = ["cast", "groups_of", "master_of", "moment_of", "others_of", "state_of", "weights_of"]
+__all__ = [
+    "cast",
+    "groups_of",
+    "master_of",
+    "moment_of",
+    "ordered_of",
+    "others_of",
+    "state_of",
+    "weights_of",
+]
 
 
 def cast(stored: Stored, dtype: torch.dtype | None) -> Stored:
@@ -36,6 +46,15 @@ def master_of(weight: Stored | None, entry: Mapping[str, Stored]) -> Stored | No
     if "remainder" in entry and weight is not None:
         return _Joined(weight, entry["remainder"])
     return None
+
+
+def ordered_of(source: Source, weights: Mapping[str, Stored]) -> dict[str, Ordered]:
+    """Weights with the strides that they were saved with; tied ones stay one object."""
+    made: dict[int, Ordered] = {}
+    for name, stored in weights.items():
+        stride = source.strides.get(name, row_major(stored.shape))
+        made.setdefault(id(stored), Ordered(stored, stride))
+    return {name: made[id(stored)] for name, stored in weights.items()}
 
 
 def weights_of(source: Source, dtype: torch.dtype | None) -> dict[str, Stored]:
@@ -68,22 +87,30 @@ def has_state(source: Source) -> bool:
         return False
 
 
-def state_of(source: Source, weights: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
+def state_of(source: Source, weights: Mapping[str, Stored]) -> dict[str, dict[str, Ordered]]:
     """The optimizer's state by name: fp32 moments, and masters where the weights are less exact.
+
+    All with the strides of their parameter, as torch's optimizers make them.
 
     Args:
         source: the checkpoint.
         weights: as they will be written.
     """
-    state: dict[str, dict[str, Stored]] = {}
+    state: dict[str, dict[str, Ordered]] = {}
     for name, entry in source.state.items():
-        state[name] = {"step": entry["step"]} if "step" in entry else {}
+        values = {"step": entry["step"]} if "step" in entry else {}
         for moment in MOMENT_NAMES:
             if moment in entry:
-                state[name][moment] = moment_of(entry, moment)
+                values[moment] = moment_of(entry, moment)
         master = master_of(source.weights.get(name), entry)
         if master is not None and weights[name].dtype != torch.float32:
-            state[name]["master"] = master
+            values["master"] = master
+        state[name] = {
+            field: Ordered(value, source.strides.get(name, row_major(value.shape)))
+            for field, value in values.items()
+        }
+        if "step" in values:
+            state[name]["step"] = Ordered(values["step"], ())
     return state
 
 
@@ -97,6 +124,11 @@ def groups_of(source: Source) -> list[dict[str, Any]]:
         raise CheckpointError(
             f"{source.path}: expected the state of an optimizer, and it has weights only: convert "
             "it to safetensors"
+        )
+    if source.groups_are_by_name:
+        raise CheckpointError(
+            f"{source.path}: expected param groups, and it has options for each parameter, which "
+            "do not tell groups nor order: load it with zeroshard.load_checkpoint and save it anew"
         )
     defaults = torch.optim.AdamW([torch.nn.Parameter(torch.empty(0))]).defaults
     return [{**defaults, **group} for group in source.groups]
@@ -153,14 +185,14 @@ class _Moment(Stored):
 
     def __init__(self, codes: Stored, scale: Stored, name: str) -> None:
         super().__init__(codes.shape, torch.float32, codes.file)
-        self.codes, self.scale, self.name = codes, scale, name
+        self.codes, self.scale, self.moment = codes, scale, name
 
     def read_range(self, stride: tuple[int, ...], start: int, numel: int) -> Tensor:
         first, last = start // BLOCK, -(-(start + numel) // BLOCK)
         stop = min(last * BLOCK, self.numel)
         codes = self.codes.read_range(stride, first * BLOCK, stop - first * BLOCK)
         scale = self.scale.read_range((1,), first, last - first)
-        values = read_moment(self.name, {self.name: codes, f"{self.name}_scale": scale})
+        values = read_moment(self.moment, {self.moment: codes, f"{self.moment}_scale": scale})
         return values[start - first * BLOCK :][:numel]
 
     def forget(self) -> None:

@@ -6,7 +6,7 @@ DeepSpeed need not be installed. How parameters lie in its files is in `deepspee
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from .torch_files import TensorInMemory
 
 __all__ = ["is_deepspeed", "open_deepspeed"]
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -90,7 +91,8 @@ def _source(files: Files) -> Source:
         )
     optimizer = _Optimizer(files, list(model["param_shapes"]))
     state = optimizer.state()
-    weights = _weights(files, model, state, dealt=optimizer.is_dealt)
+    weights = _bare(_weights(files, model, state, dealt=optimizer.is_dealt))
+    state = _bare(state)
 
     def close() -> None:  # with the last tensor goes the mapping of its file
         weights.clear()
@@ -230,11 +232,10 @@ class _Optimizer:
             fields = ("master", *(MOMENTS if self._entry(0, flat) else ()))
             by_field = {field: self._stored(flat, field) for field in fields}
             for name in shapes:
-                fields = {field: stored[name] for field, stored in by_field.items()}
+                state[name] = {field: stored[name] for field, stored in by_field.items()}
                 if step is not None:
                     value = torch.tensor(step, dtype=torch.float32)
-                    fields["step"] = TensorInMemory(value, self.files[0])
-                state[name] = fields
+                    state[name]["step"] = TensorInMemory(value, self.files[0])
         return state
 
     def groups(self) -> list[dict[str, Any]]:
@@ -245,7 +246,7 @@ class _Optimizer:
                 "%s has no options of its param groups, as saved with elastic_checkpoint",
                 self.files[0],
             )
-            return [{"params": list(shapes)} for shapes in self.shapes]
+            return [{"params": list(_bare(shapes))} for shapes in self.shapes]
         groups = []
         for group in base["param_groups"]:
             if not group.get("bias_correction", True):
@@ -254,8 +255,8 @@ class _Optimizer:
                     "cannot continue: expected bias_correction=True"
                 )
             options = {key: _copied(value) for key, value in group.items() if key not in LEFT_OUT}
-            names = [name for flat in group["params"] for name in self.shapes[flat]]
-            groups.append({**options, "params": names})
+            shapes = [self.shapes[flat] for flat in group["params"]]
+            groups.append({**options, "params": [name for of in shapes for name in _bare(of)]})
         return groups
 
 
@@ -298,8 +299,9 @@ def _weights(
         weights |= _frozen(files, model.get("frozen_param_shapes") or {})
     for name, other in model["shared_params"].items():
         # Of tensors without elements DeepSpeed takes any two for one.
-        if other in weights and (dealt or weights[name].shape == weights[other].shape):
-            weights[name] = weights[other]
+        first, second = weights.get(other), weights.get(name)
+        if first and (dealt or (second and first.shape == second.shape)):
+            weights[name] = first
     return weights
 
 
@@ -320,6 +322,11 @@ def _frozen(files: Files, shapes: Shapes) -> dict[str, Stored]:
                 )
         frozen[name] = Dealt(tuple(shape), tensors, 0, files.first_model)
     return frozen
+
+
+def _bare(by_name: Mapping[str, T]) -> dict[str, T]:
+    """Under names without what torch.compile adds."""
+    return {strip_wrappers(name): value for name, value in by_name.items()}
 
 
 def _copied(value: Any) -> Any:

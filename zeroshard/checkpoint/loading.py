@@ -81,9 +81,9 @@ def load_checkpoint(
     model, optimizer = unwrap(model), unwrapped(optimizer)
     engine = optimizer.engine
     ranks = host_ranks(engine.transport)
-    wait_for_save(ranks)
     objects = extra if scheduler is None else {**extra, "scheduler": scheduler}
     with in_agreement(ranks, f"load_checkpoint from {path}", CheckpointError):
+        wait_for_save(ranks)
         if engine.cannot_step != HALF_LOADED:
             engine.check_can_step("load_checkpoint")
         engine.sharding.check_unpinned("load_checkpoint")

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from .source import Stored
 
-__all__ = ["PIECE_NUMEL", "Pieces", "row_major"]
+__all__ = ["PIECE_NUMEL", "Ordered", "Pieces", "row_major"]
 
 # Whole blocks of 8-bit moments. Decoding these takes some 40 bytes for each element meanwhile.
 PIECE_NUMEL = 2**19
@@ -19,6 +20,17 @@ TRIM_NBYTES = 4 * 2**20
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+@dataclass(frozen=True, eq=False)
+class Ordered:
+    """A tensor and the strides that it is written with.
+
+    Those of its parameter, where state is to have the same as in training.
+    """
+
+    stored: Stored
+    stride: tuple[int, ...]
 
 
 class Pieces:
@@ -39,21 +51,27 @@ class Pieces:
         """Say what will be read."""
         self.total += sum(tensor.numel * tensor.dtype.itemsize for tensor in stored)
 
-    def of(self, stored: Stored) -> Iterator[Tensor]:
-        """All elements, flat and in row-major order; a tensor without any is one piece."""
-        for start in range(0, max(1, stored.numel), PIECE_NUMEL):
-            yield self._read(stored, start, min(PIECE_NUMEL, stored.numel - start))
+    def of(self, stored: Stored, stride: tuple[int, ...] | None = None) -> Iterator[Tensor]:
+        """All elements in storage order, flat; a tensor without any is one piece.
 
-    def range_of(self, stored: Stored, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) in row-major order, put together from pieces."""
-        flat = torch.empty(numel, dtype=stored.dtype)
+        Args:
+            stored: the tensor.
+            stride: whose storage order; None: row-major.
+        """
+        stride = row_major(stored.shape) if stride is None else stride
+        for start in range(0, max(1, stored.numel), PIECE_NUMEL):
+            yield self._read(stored, stride, start, min(PIECE_NUMEL, stored.numel - start))
+
+    def range_of(self, ordered: Ordered, start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel) in storage order, put together from pieces."""
+        flat = torch.empty(numel, dtype=ordered.stored.dtype)
         for first in range(0, numel, PIECE_NUMEL):
             part = flat[first : first + PIECE_NUMEL]
-            part.copy_(self._read(stored, start + first, part.numel()))
+            part.copy_(self._read(ordered.stored, ordered.stride, start + first, part.numel()))
         return flat
 
-    def _read(self, stored: Stored, start: int, numel: int) -> Tensor:
-        piece = stored.read_range(row_major(stored.shape), start, numel)
+    def _read(self, stored: Stored, stride: tuple[int, ...], start: int, numel: int) -> Tensor:
+        piece = stored.read_range(stride, start, numel)
         if start + numel == stored.numel:
             stored.forget()
         self.done += piece.nbytes

@@ -113,11 +113,11 @@ def save_checkpoint(
     model, optimizer = unwrap(model), unwrapped(optimizer)
     engine = optimizer.engine
     ranks = host_ranks(engine.transport)
-    wait_for_save(ranks)
     what = f"save_checkpoint to {path}"
     if scheduler is not None:
         extra = {**extra, "scheduler": scheduler}
     with in_agreement(ranks, what, CheckpointError):
+        wait_for_save(ranks)
         _check(model, optimizer, step, keep)
         engine.masters.look_at_writes()
         optimizer.shown_state.take_over(optimizer.state)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from ..boxes import Box, split
+from ..boxes import Box, block, split
 from ..chunks import Chunks
 from ..transport import HostRanks
 from .dcp_writing import write_files
-from .decoded import groups_of, others_of, state_of
-from .pieces import Pieces, row_major
+from .decoded import groups_of, ordered_of, others_of, state_of
+from .pieces import Ordered, Pieces, row_major
 from .source import Source, Stored
 
 __all__ = ["write_dcp"]
@@ -39,7 +39,8 @@ def write_dcp(path: Path, source: Source, weights: dict[str, Stored], reading: P
     for name, stored in weights.items():
         if first.setdefault(id(stored), name) != name:
             aliases[f"model.{name}"] = f"model.{first[id(stored)]}"
-    model = {name: weights[name] for name in first.values()}
+    ordered = ordered_of(source, weights)
+    model = {name: ordered[name] for name in first.values()}
     optimizer = {"state": state_of(source, weights), "param_groups": groups_of(source)}
     content: dict[str, Any] = {"model": model, "optimizer": optimizer}
     content.update(others_of(source))
@@ -51,26 +52,30 @@ def _lazily(value: Any, reading: Pieces) -> Any:
     """The same, with tensors that are read when they are written."""
     if isinstance(value, dict):
         return {key: _lazily(entry, reading) for key, entry in value.items()}
-    if not isinstance(value, Stored):
+    if isinstance(value, Stored):
+        value = Ordered(value, row_major(value.shape))
+    if not isinstance(value, Ordered):
         return value
-    reading.expect([value])
+    reading.expect([value.stored])
     return _Lazy(value, reading)
 
 
 class _Lazy(Chunks):
     """All of a tensor, of which a chunk is read when it is asked for."""
 
-    def __init__(self, stored: Stored, reading: Pieces) -> None:
+    def __init__(self, ordered: Ordered, reading: Pieces) -> None:
+        stored = ordered.stored
         nothing = torch.empty(0, dtype=stored.dtype)  # has the dtype
-        super().__init__(nothing, stored.shape, row_major(stored.shape), [(0, stored.numel, 0)])
-        self.stored, self.reading = stored, reading
+        super().__init__(nothing, stored.shape, ordered.stride, [(0, stored.numel, 0)])
+        self.ordered, self.reading = ordered, reading
 
     @cached_property
     def boxes(self) -> list[Box]:
         whole = Box((0,) * len(self.shape), self.shape, 0)
-        return split(whole, self.stride, CHUNK_NBYTES // self.stored.dtype.itemsize)
+        return split(whole, self.stride, CHUNK_NBYTES // self.flat.dtype.itemsize)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         box = self._by_offsets[tuple(index.offset or ())]
-        flat = self.reading.range_of(self.stored, box.start, prod(box.sizes))
-        return flat.reshape(box.sizes)
+        flat = self.reading.range_of(self.ordered, box.start, prod(box.sizes))
+        part: Tensor = block(flat, Box(box.offsets, box.sizes, 0), self.stride)
+        return part

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .decoded import groups_of, others_of, state_of
-from .pieces import Pieces, row_major
+from .decoded import groups_of, ordered_of, others_of, state_of
+from .pieces import Ordered, Pieces, row_major
 from .source import Source, Stored
 from .torch_files import TensorInMemory
 
@@ -54,17 +54,19 @@ def write_torch(path: Path, source: Source, weights: dict[str, Stored], reading:
             f"{unplaced[0]!r} is in none"
         )
     ordered = {positions[name]: state[name] for name in positions if name in state}
-    content = {"model": weights, "optimizer": {"state": ordered, "param_groups": groups}}
+    model = ordered_of(source, weights)
+    content = {"model": model, "optimizer": {"state": ordered, "param_groups": groups}}
     content.update(others_of(source))
     text = io.BytesIO()
     pickler = _Pickler(text, source.path)
     pickler.dump(content)
-    reading.expect(pickler.records)
+    reading.expect(record.stored for record in pickler.records)
     with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
         _add(archive, file.tell(), "data.pkl", [text.getbuffer()])
         _add(archive, file.tell(), "byteorder", [sys.byteorder.encode()])
-        for number, stored in enumerate(pickler.records):
-            _add(archive, file.tell(), f"data/{number}", map(_bytes_of, reading.of(stored)))
+        for number, record in enumerate(pickler.records):
+            pieces = reading.of(record.stored, record.stride)
+            _add(archive, file.tell(), f"data/{number}", map(_bytes_of, pieces))
         _add(archive, file.tell(), "version", [b"3\n"])
 
 
@@ -82,7 +84,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, path: Path) -> None:
         super().__init__(file, protocol=2)
         self.path = path
-        self.records: list[Stored] = []
+        self.records: list[Ordered] = []
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, _Storage):
@@ -92,17 +94,20 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             value = TensorInMemory(value, self.path)
-        if not isinstance(value, Stored):
+        if isinstance(value, Stored):
+            value = Ordered(value, row_major(value.shape))
+        if not isinstance(value, Ordered):
             return NotImplemented
+        stored = value.stored
         # How torch pickles depends on the dtype: one element tells.
-        rebuild, (like, _, _, _, *more) = torch.empty(1, dtype=value.dtype).__reduce_ex__(2)
+        rebuild, (like, _, _, _, *more) = torch.empty(1, dtype=stored.dtype).__reduce_ex__(2)
         if isinstance(like, torch.storage.TypedStorage):
-            kind, numel = getattr(torch, like._pickle_storage_type()), value.numel
+            kind, numel = getattr(torch, like._pickle_storage_type()), stored.numel
         else:
-            kind, numel = type(like), value.numel * value.dtype.itemsize
+            kind, numel = type(like), stored.numel * stored.dtype.itemsize
         storage = _Storage(kind, len(self.records), numel)
         self.records.append(value)
-        return rebuild, (storage, 0, value.shape, row_major(value.shape), *more)
+        return rebuild, (storage, 0, stored.shape, value.stride, *more)
 
 
 def _bytes_of(tensor: Tensor) -> Any:

@@ -82,10 +82,12 @@ def _content(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
-        what = f"names {named[1]}, which would have to be run" if named else f"is damaged: {error}"
+        named = re.search(r"GLOBAL (\S+) (?:was not|whose module)", str(error))
+        if named is None:
+            raise CheckpointError(f"{path} is damaged: it cannot be unpickled") from error
         raise CheckpointError(
-            f"{path} {what}: save tensors, numbers, strings, and lists and dictionaries of these"
+            f"{path} names {named[1]}, which would have to be run: save tensors, numbers, strings, "
+            "and lists and dictionaries of these"
         ) from error
     except Exception as error:
         first_line = (str(error) or repr(error)).splitlines()[0]
@@ -211,7 +213,7 @@ def _weights(path: Path, model: Mapping[str, Any], bare: Mapping[str, str]) -> d
     weights: dict[str, Stored] = {}
     known: dict[Any, Stored] = {}
     for name, value in model.items():
-        tensor = _checked(path, bare[name], value)
+        tensor = _checked(path, repr(bare[name]), value)
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         stored = known.get(place) if tensor.numel() else None
         if stored is None:
@@ -220,7 +222,7 @@ def _weights(path: Path, model: Mapping[str, Any], bare: Mapping[str, str]) -> d
     return weights
 
 
-def _checked(path: Path, name: str, value: Any) -> Tensor:
+def _checked(path: Path, what: str, value: Any) -> Tensor:
     """A tensor that is whole and dense."""
     if type(value) not in (Tensor, torch.nn.Parameter):
         is_part = isinstance(value, DTensor)
@@ -229,10 +231,10 @@ def _checked(path: Path, name: str, value: Any) -> Tensor:
             if is_part
             else "which is no tensor: save it beside the state dict"
         )
-        raise CheckpointError(f"{path}: {name!r} is a {type(value).__name__}, {remedy}")
+        raise CheckpointError(f"{path}: {what} is a {type(value).__name__}, {remedy}")
     if value.layout != torch.strided or value.is_quantized:
         raise CheckpointError(
-            f"{path}: {name!r} must be a dense tensor, and is quantized or {value.layout}"
+            f"{path}: {what} must be a dense tensor, and is quantized or {value.layout}"
         )
     tensor: Tensor = value
     return tensor

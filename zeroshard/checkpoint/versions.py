@@ -5,11 +5,13 @@ and gets its own by one rename, when everything in it is on the disk.
 """
 
 import json
+import logging
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +31,8 @@ __all__ = [
     "read_checksums",
     "read_manifest",
 ]
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint.json"
 CHECKSUMS = "checksums.json"
@@ -65,7 +69,7 @@ def prepare(root: Path, step: int) -> Path:
     """Make the folder that a checkpoint is written to, and remove what earlier attempts left."""
     root.mkdir(parents=True, exist_ok=True)
     for left in [*root.glob(f".step-*{UNFINISHED}"), *root.glob(f".step-*{REMOVED}")]:
-        shutil.rmtree(left)
+        _delete(left)
     name, number = f"step-{step:012d}", 2
     while (root / name).exists():  # an earlier one of this step, which stays until this is whole
         name, number = f"step-{step:012d}-{number}", number + 1
@@ -102,7 +106,7 @@ def publish(unfinished: Path, manifest: dict[str, Any], items: list[Item]) -> Pa
     _write(unfinished / CHECKSUMS, text)
     content = {
         **manifest,
-        "serial": 1 + max((number for number, _ in _whole(root)), default=0),
+        "serial": 1 + max(_serials(root), default=0),
         "files": {**sizes, CHECKSUMS: len(text)},
         "checksums": zlib.crc32(text.encode()),
     }
@@ -111,12 +115,17 @@ def publish(unfinished: Path, manifest: dict[str, Any], items: list[Item]) -> Pa
     for folder in {unfinished, *(file.parent for file in files)}:
         _sync(folder)
     final = final_path(unfinished)
-    unfinished.rename(final)
+    pointer = root / f".{LATEST}"
+    try:  # what takes room comes before the checkpoint appears, so that a full disk leaves none
+        _write(pointer, f"{final.name}\n")
+        unfinished.rename(final)
+    except OSError:
+        pointer.unlink(missing_ok=True)
+        raise
     _sync(root)
-    _write(root / f".{LATEST}", f"{final.name}\n")
-    (root / f".{LATEST}").replace(root / LATEST)
+    pointer.replace(root / LATEST)
     _sync(root)
-    for path in list(_named(root)):
+    for path in _usable(root):
         if path != final and _step_of(path) == _step_of(final):
             _remove(path)
     return final
@@ -124,14 +133,26 @@ def publish(unfinished: Path, manifest: dict[str, Any], items: list[Item]) -> Pa
 
 def keep_newest(root: Path, number: int) -> None:
     """Remove all whole checkpoints but the newest ones. Damaged ones stay, for somebody to see."""
-    for _, path in sorted(_whole(root), reverse=True)[number:]:
+    for path in _usable(root)[number:]:
         _remove(path)
 
 
 def _remove(path: Path) -> None:
     doomed = path.with_name(f".{path.name}{REMOVED}")
-    path.rename(doomed)  # at once, so that half of it is never found
-    shutil.rmtree(doomed)
+    try:
+        path.rename(doomed)  # at once, so that half of it is never found
+    except OSError as error:
+        logger.warning("%s stays, since it cannot be removed: %s", path, error)
+    else:
+        _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    """Free the room of what is no checkpoint; not a reason to lose a new one."""
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("%s stays, since it cannot be removed: %s", path, error)
 
 
 def _text_of(value: Any) -> str:
@@ -161,7 +182,15 @@ def find(path: Path) -> tuple[list[Path], list[Damage]]:
     `path` may be one of them too.
     """
     alone = (path / MANIFEST).exists() or NAME.fullmatch(path.name)
-    candidates = [path] if alone else _children(path)
+    return _sorted_out([path] if alone else _children(path))
+
+
+def _usable(root: Path) -> list[Path]:
+    """The checkpoints in a folder that look whole, the newest first."""
+    return _sorted_out(_named(root))[0]
+
+
+def _sorted_out(candidates: Iterable[Path]) -> tuple[list[Path], list[Damage]]:
     damages, whole = [], []
     for candidate in candidates:
         damage = _look_at(candidate)
@@ -279,10 +308,8 @@ def _named(root: Path) -> Iterator[Path]:
             yield path
 
 
-def _whole(root: Path) -> Iterator[tuple[int, Path]]:
-    """(serial number, path) of each checkpoint whose manifest can be read."""
+def _serials(root: Path) -> Iterator[int]:
+    """The serial number of each checkpoint whose manifest can be read."""
     for path in _named(root):
-        try:
-            yield read_manifest(path)["serial"], path
-        except CheckpointError:
-            continue
+        with suppress(CheckpointError):
+            yield read_manifest(path)["serial"]
