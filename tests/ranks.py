@@ -40,8 +40,81 @@ def run(function, world_size=2, *, timeout_s=60.0, process_group=True, **environ
             that did not answer and where they stood.
     """
     __tracebackhide__ = True
-    context = multiprocessing.get_context("fork")
     name = getattr(function, "__qualname__", repr(function))
+    options = {"timeout_s": timeout_s, "process_group": process_group, "environment": environment}
+    with _started(function, world_size, options) as (processes, connections, folder):
+        return _collect(name, processes, connections, folder, timeout_s)
+
+
+def run_until_killed(function, victims, world_size=2, *, delay_s=None, grace_s=0.0, timeout_s=30.0):
+    """Calls `function(rank, world_size, tell)` on ranks, and kills all of them with SIGKILL.
+
+    That is how a launcher ends a job of which one rank was lost.
+
+    Args:
+        function: any callable; what it gives to `tell` is known here even of a rank that died.
+        victims: the ranks that are killed first.
+        delay_s: how long after each rank has told its first item; None: a rank kills itself.
+        grace_s: for how long the others outlive them.
+        timeout_s: after this, what has not ended is an error.
+
+    Returns:
+        What each rank told, by rank. All of them may have come to the end of the function.
+
+    Raises:
+        AssertionError: with the traceback of a rank that failed while all were alive.
+    """
+    __tracebackhide__ = True
+    told = [[] for _ in range(world_size)]
+    options = {"timeout_s": timeout_s, "process_group": True, "environment": {}, "tells": True}
+    with _started(function, world_size, options) as (processes, connections, _):
+        deadline, end = time.monotonic() + timeout_s, None
+        waiting = dict(enumerate(connections))
+        while waiting and all(process.is_alive() for process in processes):
+            if end is None and delay_s is not None and all(told):
+                end = time.monotonic() + delay_s
+            now = time.monotonic()
+            assert now < deadline, f"no rank was killed in {timeout_s} s"
+            if end is not None and now >= end:
+                break
+            ends = [*waiting.values(), *(process.sentinel for process in processes)]
+            multiprocessing.connection.wait(ends, (deadline if end is None else end) - now)
+            _take(waiting, told, processes)
+        for rank in victims:
+            processes[rank].kill()
+        time.sleep(grace_s)
+        for process in processes:
+            process.kill()
+            process.join()
+        while any(connection.poll() for connection in waiting.values()):
+            _take(waiting, told, processes)
+    return told
+
+
+def _take(waiting, told, processes):
+    """Receives what ranks tell, and lets go of those that have nothing more to say."""
+    __tracebackhide__ = True
+    for rank, connection in list(waiting.items()):
+        if not connection.poll():
+            continue
+        try:
+            succeeded, item = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            del waiting[rank]
+            continue
+        if succeeded is None:
+            told[rank].append(item)
+            continue
+        del waiting[rank]
+        # After a death the others fail, as they should.
+        if not succeeded and all(process.is_alive() for process in processes):
+            raise AssertionError(f"rank {rank} failed\n{item}")
+
+
+@contextlib.contextmanager
+def _started(function, world_size, options):
+    """Starts the ranks, and ends them in any case."""
+    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         folder = pathlib.Path(folder)
         processes, connections = [], []
@@ -51,17 +124,13 @@ def run(function, world_size=2, *, timeout_s=60.0, process_group=True, **environ
                 process = context.Process(
                     target=_serve,
                     args=(function, rank, world_size, theirs, folder),
-                    kwargs={
-                        "timeout_s": timeout_s,
-                        "process_group": process_group,
-                        "environment": environment,
-                    },
+                    kwargs=options,
                 )
                 process.start()
                 theirs.close()
                 processes.append(process)
                 connections.append(ours)
-            return _collect(name, processes, connections, folder, timeout_s)
+            yield processes, connections, folder
         finally:
             for process, connection in zip(processes, connections, strict=True):
                 connection.close()
@@ -70,7 +139,16 @@ def run(function, world_size=2, *, timeout_s=60.0, process_group=True, **environ
 
 
 def _serve(
-    function, rank, world_size, connection, folder, *, timeout_s, process_group, environment
+    function,
+    rank,
+    world_size,
+    connection,
+    folder,
+    *,
+    timeout_s,
+    process_group,
+    environment,
+    tells=False,
 ):
     """The life of one rank: report the result or the traceback, then wait to be ended."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -93,7 +171,8 @@ def _serve(
                 world_size=world_size,
                 timeout=datetime.timedelta(seconds=timeout_s / 2),
             )
-        report = pickle.dumps((True, function(rank, world_size)))
+        more = (lambda item: connection.send_bytes(pickle.dumps((None, item))),) if tells else ()
+        report = pickle.dumps((True, function(rank, world_size, *more)))
     except BaseException:
         report = pickle.dumps((False, traceback.format_exc()))
     connection.send_bytes(report)
