@@ -22,6 +22,7 @@ class Options:
     compare: bool
     steps: int
     batch: int  # windows per rank and micro-batch
+    global_batch: int | None = None  # windows per step, over all ranks
     seq: int  # tokens per window
     lr: float  # the highest, after warm-up
     accumulate: int  # micro-batches per step
@@ -31,16 +32,15 @@ class Options:
     layers: int
     width: int
     validate: int  # held-out windows, over all ranks
+    checkpoint_every: int  # steps
+    keep: int  # checkpoints
     sample: int  # tokens generated at the end
     prompt: str
     mesh: tuple[int, int] | None = None  # replicas x shards
     corpus: tuple[Path, ...] = ()
     model: Path | None = None
     out: Path | None = None
-    global_batch: int | None = None  # windows per step, over all ranks
     checkpoint_dir: Path | None = None
-    checkpoint_every: int  # steps
-    keep: int  # checkpoints
 
     def windows(self, world_size: int) -> int:
         """What one rank takes in a step, `batch` at once."""
@@ -65,6 +65,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     add("--mesh", type=mesh_of, metavar="RxS", help="R replicas, each sharded over S ranks")
     add("--steps", type=int, help=default_of("steps"))
     add("--batch", type=int, help=f"windows per rank and micro-batch {default_of('batch')}")
+    add("--global-batch", type=int, metavar="N", help="windows per step, over all ranks")
     add("--seq", type=int, help=f"tokens per window {default_of('seq')}")
     add("--lr", type=float, help=f"learning rate after warm-up {default_of('lr')}")
     add("--accumulate", type=int, default=1, help="micro-batches per step")
@@ -79,9 +80,8 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     add("--corpus", type=Path, nargs="+", default=(), metavar="FILE", help="text to train on")
     add("--model", type=Path, metavar="DIR_OR_GGUF", help="a pretrained model for transformers")
     add("--out", type=Path, metavar="DIR", help="write results.json and results.png there")
-    add("--global-batch", type=int, metavar="N", help="windows per step, over all ranks")
     add("--checkpoint-dir", type=Path, metavar="DIR", help="save there, and go on from there")
-    add("--checkpoint-every", type=int, default=50, metavar="STEPS")
+    add("--checkpoint-every", type=int, default=50, metavar="STEPS", help="(default 50)")
     add("--keep", type=int, default=2, metavar="N", help="checkpoints that stay (default 2)")
     given = vars(parser.parse_args(arguments))
     sizes = SMALL if given["model"] is None else PRETRAINED

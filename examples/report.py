@@ -188,7 +188,7 @@ def write(out: Path, runs: list[Run], options: Options) -> None:
     stages = [
         {
             **asdict(run),
-            "median_step_ms": run.median_step_ms,
+            "median_step_ms": run.median_step_ms if run.step_ms else None,
             "losses_equal_first": run.losses == runs[0].losses,
             "largest_difference_from_first": run.difference_from(runs[0]),
         }

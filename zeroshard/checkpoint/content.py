@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..accounts import is_updated_by_torch
 from ..boxes import row_major
 from ..chunks import Chunks
 from ..engine import Engine
@@ -112,8 +113,10 @@ def content_of(
     if gradients:
         values["gradients"] = gradients
     if ranks.is_first:
+        # As in state_dict(): torch's AdamW takes the implementation from the file.
+        fused = {"fused": True} if is_updated_by_torch(engine) else {}
         values["optimizer"]["param_groups"] = [
-            {key: plain(value, f"{key!r} of a param group") for key, value in group.items()}
+            {key: plain(value, f"{key!r} of a param group") for key, value in group.items()} | fused
             for group in named_groups(names, optimizer)
         ]
     return Content(
@@ -221,15 +224,17 @@ def _waiting_gradients(engine: Engine, names: Mapping[nn.Parameter, str]) -> dic
         ConfigError: a backward under no_sync() left one on its rank.
     """
     found: dict[str, Any] = {}
-    for parameter, slot in engine.slot_of.items() if engine.gradients_wait else ():
+    for parameter, slot in engine.slot_of.items():
         if parameter.grad is None:
             continue
-        if engine.gradients.is_local(slot):
+        if engine.gradients.is_local(slot):  # which is not said to wait: nothing was reduced
             raise ConfigError(
                 f"{names[parameter]!r} has a gradient of this rank alone, from a backward under "
                 "no_sync(), which a checkpoint cannot keep: save after a backward outside of it, "
                 "or after step(), or drop the gradients with zero_grad()"
             )
+        if not engine.gradients_wait:
+            continue
         local = engine.gradients.checked(slot, parameter.grad)
         slices = engine.gradients.shards.slices[slot]
         found[names[parameter]] = ShardTensor(local, slices, engine.transport).chunks()

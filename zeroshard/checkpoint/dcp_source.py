@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 FIELD_OF = {saved: field for field, saved in CODES.items()}
 STATE = re.compile(rf"(?:(.*?)\.)?state\.(.+)\.({'|'.join((*FIELDS, *FIELD_OF))})")
 SCHEDULERS = ("scheduler", "lr_scheduler")
+TRAIN_STATE = "train_state"  # torchtitan's counters, which are tensors beside the weights
+STEPS = ("step", "global_step", "iteration", f"{TRAIN_STATE}.step")
 
 
 def is_dcp(path: Path) -> bool:
@@ -52,6 +54,8 @@ def open_dcp(path: Path) -> Source:
             FIELD_OF.get(field, field): keys.take(key) for field, key in fields.items()
         }
     _take_groups(keys, prefix, source)
+    if not is_ours:
+        _take_train_state(keys, source)
     begin = "model." if is_ours else keys.prefix_of_weights(state)
     for key in keys.tensors_under(begin):
         source.weights[strip_wrappers(key.removeprefix(begin))] = keys.take(key)
@@ -181,7 +185,10 @@ def _take_ours(keys: _Keys, source: Source) -> None:
         name, _, rank = key.removeprefix("extra_by_rank.").rpartition(".")
         (by_rank.setdefault(name, {})[int(rank)],) = keys.value(key)
     for name, values in by_rank.items():
-        source.extra[name] = PerRank(values[rank] for rank in sorted(values))
+        num_ranks = keys.folder.manifest["num_ranks"]
+        source.extra[name] = PerRank(values.get(rank) for rank in range(num_ranks))
+    if "scheduler" in source.extra:
+        source.scheduler = source.extra["scheduler"]
     sliced = []
     for key in keys.under("extra."):
         path = (keys.folder.metadata.planner_data or {}).get(key, ())
@@ -194,14 +201,18 @@ def _take_ours(keys: _Keys, source: Source) -> None:
     source.extra.update(nested.get("extra", {}))
 
 
+def _take_train_state(keys: _Keys, source: Source) -> None:
+    for name in STEPS:
+        if name in keys.left and source.step is None:
+            source.step = int(keys.value(name))
+    source.extra.update(keys.nested(keys.under(f"{TRAIN_STATE}.")))
+
+
 def _take_others(keys: _Keys, source: Source) -> None:
     for name in SCHEDULERS:
         found = keys.under(f"{name}.")
         if found and source.scheduler is None:
             source.scheduler = keys.nested(found)[name]
-    for name in ("step", "global_step", "iteration"):
-        if name in keys.left and source.step is None:
-            source.step = int(keys.value(name))
     values = [key for key in sorted(keys.left) if key not in keys.tensors]
     source.extra.update(keys.nested(values))
     if keys.left:

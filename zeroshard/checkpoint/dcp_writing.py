@@ -78,7 +78,10 @@ class _Writer(FileSystemWriter):
         self.written: list[tuple[str, int, int]] = []
 
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
-        future = super().write_data(plan, planner)
+        try:
+            future = super().write_data(plan, planner)
+        except Exception as error:
+            raise _reason(error, Path(self.path, f"{plan.storage_data.prefix}0.distcp")) from error
         for result in future.wait():
             info = result.storage_data
             self.written.append((info.relative_path, info.offset, info.length))
@@ -97,3 +100,17 @@ class _Writer(FileSystemWriter):
                 index = dataclasses.replace(result.index, fqn=alias)
                 more.append(dataclasses.replace(result, index=index))
         super().finish(metadata, [*results, more])
+
+
+def _reason(error: BaseException, file: Path) -> BaseException:
+    """Why a file could not be written.
+
+    torch.save ends its archive even if the disk has refused a part of it, and fails again, with an
+    error of its own that says nothing of the disk.
+    """
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, OSError):
+            return OSError(inner.errno, inner.strerror, str(file))
+        inner = inner.__context__
+    return error

@@ -19,7 +19,7 @@ LATEST = "latest"
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 OTHERS = (  # checkpoints that are read by DeepSpeed only, by a pattern of what is in their folder
-    ("zero", "a universal checkpoint: pass the one that it was made from"),
+    ("zero", "a universal one (pass the one that it was made from)"),
     ("offloaded_tensors", "of optimizer state on NVMe, which is not among its files"),
     ("*exp*_mp_rank_*.pt", "of a mixture of experts"),
     ("layer_*", "pipeline parallel"),
@@ -94,7 +94,6 @@ class Files:
                 f"{folder} has no file {LATEST!r} that names a checkpoint in it: pass one of them, "
                 f"such as {min(folder.glob('global_step*'))}"
             )
-
         self.model = dict(sorted(self.model.items()))
 
     @property

@@ -108,13 +108,8 @@ class Line:
     """The flat tensors of all ranks, one after the other."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = [tensor for tensor in tensors if tensor.numel()]
-        self.ends = list(accumulate(tensor.numel() for tensor in self.tensors))
-
-    @property
-    def numel(self) -> int:
-        """Elements of all of them."""
-        return self.ends[-1] if self.ends else 0
+        self.tensors = tensors
+        self.ends = list(accumulate(tensor.numel() for tensor in tensors))
 
     def pieces(self, start: int, numel: int) -> Iterable[Tensor]:
         """Elements [start, start + numel) as views."""

@@ -72,7 +72,8 @@ def load_checkpoint(
 
     Returns:
         The other values that were saved, by name, and "step". Of one that was not the same on all
-        ranks each gets its own; where there are more or fewer ranks now, a `PerRank`: all of them.
+        ranks each gets its own, or None; where there are more or fewer ranks now, a `PerRank`: all
+        of them.
 
     Raises:
         CheckpointError: there is none, none is whole, or it does not fit, with what does not; on
@@ -164,7 +165,7 @@ def _first_that_is_whole(
             damage = str(error)
         else:
             try:
-                plan = _Plan(source, model, optimizer, objects)
+                plan = _Plan(source, model, optimizer, objects, ranks)
             except ConfigError as error:
                 misfit = str(error)
             else:
@@ -196,6 +197,7 @@ class _Plan:
         model: whose parameters and buffers.
         optimizer: that trains it.
         objects: by name, what has a `load_state_dict()`.
+        ranks: all that load.
 
     Attributes:
         targets: every parameter and persistent buffer, with what it is read from.
@@ -207,7 +209,12 @@ class _Plan:
     """
 
     def __init__(
-        self, source: Source, model: nn.Module, optimizer: AdamW, objects: Mapping[str, Any]
+        self,
+        source: Source,
+        model: nn.Module,
+        optimizer: AdamW,
+        objects: Mapping[str, Any],
+        ranks: HostRanks,
     ) -> None:
         self.source, self.optimizer, self.objects = source, optimizer, objects
         self.engine = optimizer.engine
@@ -227,6 +234,8 @@ class _Plan:
                 f"{source.what}, {source.path}, holds nothing to load {', '.join(missing)} from: "
                 "leave it out, and it stays as it is"
             )
+        for name in objects:
+            self._check_is_of_this_rank(name, ranks)
         misshapen = [
             name
             for name, stored in source.gradients.items()
@@ -234,6 +243,19 @@ class _Plan:
         ]
         if misshapen:
             raise CheckpointError(f"{source.path} has a gradient that does not fit: {misshapen[0]}")
+
+    def _saved(self, name: str) -> Any:
+        """What is loaded into an object."""
+        return self.source.scheduler if name == "scheduler" else self.source.extra[name]
+
+    def _check_is_of_this_rank(self, name: str, ranks: HostRanks) -> None:
+        saved = self._saved(name)
+        if isinstance(saved, PerRank) and (len(saved) != ranks.size or saved[ranks.rank] is None):
+            raise CheckpointError(
+                f"{self.source.path} has {name!r} of each of {len(saved)} ranks apart, and none of "
+                f"rank {ranks.rank} of {ranks.size}: leave it out, and make what it must be here "
+                "of what load_checkpoint returns of it, a list"
+            )
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self.engine.gradients.shards.slices[self.state.slot_of[name]].shape
@@ -296,8 +318,7 @@ class _Plan:
                 name,
             )
         for name, thing in self.objects.items():
-            saved = self.source.scheduler if name == "scheduler" else self.source.extra[name]
-            saved = _of_rank(saved, ranks)
+            saved = _of_rank(self._saved(name), ranks)
             thing.load_state_dict(
                 _filled(saved, thing.state_dict()) if _has_slices(saved) else saved
             )
@@ -359,7 +380,10 @@ def _set_gradients(optimizer: AdamW, local: Mapping[int, Tensor]) -> None:
         grad = shown(engine, slices, values)
         if engine.gradients.ddp_owns_gradients() and isinstance(grad, ShardTensor):
             grad = grad.full_tensor()
-        engine.gradients.parameters[slot].grad = grad
+        parameter = engine.gradients.parameters[slot]
+        if not isinstance(grad, ShardTensor):  # autograd's own, which has the parameter's dtype
+            grad = grad.to(parameter.grad_dtype or grad.dtype)
+        parameter.grad = grad
     engine.gradients_wait = bool(local)
 
 

@@ -14,7 +14,7 @@ __all__ = ["PIECE_NUMEL", "Ordered", "Pieces", "row_major"]
 
 # Whole blocks of 8-bit moments. Decoding these takes some 40 bytes for each element meanwhile.
 PIECE_NUMEL = 2**19
-TRIM_NBYTES = 4 * 2**20
+TRIM_NBYTES = 4 * 2**20  # after how many bytes the C library is told to give memory back
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class Pieces:
         self.on_progress = on_progress
         self.done = self.total = 0
         self._trimmed = 0  # `done` at that time
-        # What is freed in pieces of changing sizes stays with the C library otherwise: 50 MiB.
+        # What was freed in pieces of changing sizes would stay with the C library: some 50 MiB.
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 
     def expect(self, stored: Iterable[Stored]) -> None:

@@ -262,7 +262,13 @@ def _steps_of(engine: Engine) -> int:
 
 def _about(model: nn.Module, content: Content, folder: Path, ranks: HostRanks) -> dict[str, Any]:
     """What is said about a checkpoint beside its tensors."""
-    adapters = write_configs(model, folder / "hf") if ranks.is_first else {}
+    adapters: dict[str, dict[str, str]] = {}
+    try:
+        if ranks.is_first:
+            adapters = write_configs(model, folder / "hf")
+    except Exception as error:  # training goes on without it
+        shutil.rmtree(folder / "hf", ignore_errors=True)
+        logger.warning("the checkpoint has no config of the model in it: %s", error)
     return {
         "format": FORMAT,
         "version": VERSION,
