@@ -50,7 +50,8 @@ def fingerprint(model, optimizer):
         local = value.to_local() if hasattr(value, "to_local") else value
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(local.detach().contiguous().flatten().view(torch.uint8).numpy())
-    groups = [dict(group, params=None) for group in optimizer.param_groups]
+    # Which of torch's implementations is used is noted for who loads it, and no setting here.
+    groups = [dict(group, params=None, fused=None) for group in optimizer.param_groups]
     digest.update(repr((groups, torch.get_rng_state().tolist(), random.getstate())).encode())
     return digest.hexdigest()
 

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from training_forms import BF16, Training
 
-import zeroshard
 from zeroshard.errors import CheckpointError, ConfigError
 
 INT8 = {"master": "split", "moments": "int8"}
@@ -210,69 +209,73 @@ def test_on_a_mesh_of_replicas_and_shards(tmp_path):
     shapes = {"large": (300, 500), **SHAPES}
     settings = {"form": form(BF16, shapes), "precision": INT8}
 
-    def saved(rank, world_size, stage):
-        for path, mesh in (("mesh", mesh_of_all(rank)), ("plain", None)):
+    def saved(rank, world_size):
+        ends = {}
+        for stage, mesh in itertools.product((1, 2, 3), (mesh_of_all(rank), None)):
             training = Training(rank, world_size, stage, mesh=mesh, **settings)
             training.steps(0, 1)
             training.backward(2)
-            training.save(tmp_path / f"{stage}" / path)
+            training.save(tmp_path / f"{stage} {'plain' if mesh is None else 'mesh'}")
             training.step()
             training.steps(3, 4)
-        return training.bits()
+            ends[stage] = training.bits()
+        return ends
 
-    def loaded(rank, world_size, stage, with_mesh):
-        for path in ("mesh", "plain"):
-            mesh = mesh_of_all(rank) if with_mesh else None
-            training = Training(rank, world_size, stage, mesh=mesh, seed=9, **settings)
-            training.load(tmp_path / f"{1 + stage % 3}" / path)
+    def loaded(rank, world_size, with_mesh):
+        mesh = mesh_of_all(rank) if with_mesh else None
+        for stage, path in itertools.product((1, 2, 3), ("mesh", "plain")):
+            other = 1 + stage % 3
+            training = Training(rank, world_size, other, mesh=mesh, seed=9, **settings)
+            training.load(tmp_path / f"{stage} {path}")
             training.step()
             training.steps(3, 4)
             found = training.bits()
             if rank == 0:
-                assert_same(found, ends, f"{path}, {stage=}")
+                assert_same(found, ends[stage], f"{path}, {stage=}")
 
+    ends = run(saved, 4)[0]
+    run(lambda *where: loaded(*where, True), 4)
+    run(lambda *where: loaded(*where, False), 3)
     for stage in (1, 2, 3):
-        ends = run(lambda *where, s=stage: saved(*where, s), 4)[0]
-        run(lambda *where, s=stage: loaded(*where, (s + 1) % 3 + 1, True), 4)
-        run(lambda *where, s=stage: loaded(*where, (s + 1) % 3 + 1, False), 3)
-        sizes = [nbytes_of_data(tmp_path / f"{stage}" / path) for path in ("mesh", "plain")]
+        sizes = [nbytes_of_data(tmp_path / f"{stage} {path}") for path in ("mesh", "plain")]
         assert sizes[0] < 1.02 * sizes[1]  # replicas write nothing twice
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_some_ranks_save_and_load_without_the_others(stage, tmp_path):
-    def start(rank, **options):
+def test_some_ranks_save_and_load_without_the_others(tmp_path):
+    def trainings(rank, **options):
         group = dist.new_group([2, 1])
-        return Training(rank - 1, 2, stage, mesh=group, **options) if rank in (1, 2) else None
+        for stage in (1, 2, 3) if rank in (1, 2) else ():
+            yield stage, Training(rank - 1, 2, stage, mesh=group, **options)
 
     def saved(rank, world_size):
-        training = start(rank)
-        if training is not None:
+        ends = {}
+        for stage, training in trainings(rank):
             training.steps(0, 1)
-            training.save(tmp_path, mine=rank)
+            training.save(tmp_path / f"{stage}", mine=rank)
             training.steps(2, 3, 4)
-            return training.bits()
+            ends[stage] = training.bits()
+        return ends
 
     ends = run(saved, 4)[1]
 
-    def loaded(rank, world_size):
-        training = start(rank, seed=9)
-        if training is not None:
-            assert training.load(tmp_path)["mine"] == rank
-            training.steps(2, 3, 4)
-            found = training.bits()
-            assert_same(found, {name: ends[name] for name in found}, "two of four")
-
-    run(loaded, 4)
-
-    def by_all(rank, world_size):
-        training = Training(rank, world_size, 1 + stage % 3, seed=9)
-        assert training.load(tmp_path)["mine"] == [1, 2]
+    def go_on(training, stage):
         training.steps(2, 3, 4)
         found = training.bits()
-        assert_same(found, {name: ends[name] for name in found}, "all four")
+        assert_same(found, {name: ends[stage][name] for name in found}, f"{stage=}")
 
-    run(by_all, 4)
+    def loaded(rank, world_size):
+        for stage, training in trainings(rank, seed=9):
+            assert training.load(tmp_path / f"{stage}")["mine"] == rank
+            go_on(training, stage)
+
+    def by_all(rank, world_size):
+        for stage in (1, 2, 3):
+            training = Training(rank, world_size, 1 + stage % 3, seed=9)
+            assert training.load(tmp_path / f"{stage}")["mine"] == [1, 2]
+            go_on(training, stage)
+
+    run(loaded, 4)
+    run(by_all, 3)
 
 
 # --- other formats
@@ -411,37 +414,3 @@ def test_other_parameters_groups_and_memory_formats_are_refused_and_nothing_chan
             training.steps(7)
 
     run(body, 2)
-
-
-# --- the averages
-
-
-def test_averages_of_the_weights_continue(tmp_path):
-    def bits_of(training, average):
-        state = average.state_dict()
-        assert state["decay"] == 0.9
-        whole = {f"average of {name}": v.full_tensor() for name, v in state["average"].items()}
-        return {**training.bits(), **whole}
-
-    def saved(rank, world_size, stage):
-        training = Training(rank, world_size, stage)
-        average = zeroshard.EMA(training.optimizer, decay=0.9)
-        training.steps(0, 1)
-        training.save(tmp_path / str(stage), ema=average)
-        training.steps(2, 3, 4)
-        return bits_of(training, average)
-
-    def loaded(rank, world_size, stage):
-        training = Training(rank, world_size, 1 + stage % 3, seed=9)
-        average = zeroshard.EMA(training.optimizer, decay=0.5)
-        training.steps(7)
-        training.load(tmp_path / str(stage), ema=average)
-        assert average.num_updates == 2
-        training.steps(2, 3, 4)
-        found = bits_of(training, average)
-        assert_same(found, {name: ends[name] for name in found}, f"{stage=}")
-
-    for stage in (1, 2, 3):
-        ends = run(lambda *where, s=stage: saved(*where, s), 2)[0]
-        for world_size in (2, 3):
-            run(lambda *where, s=stage: loaded(*where, s), world_size)

@@ -1,4 +1,4 @@
-"""What is saved beside weights and state: schedulers, scalers, random states, values of ranks."""
+"""What is saved beside weights and state: schedulers, averages, random states, values of ranks."""
 
 import math
 import random
@@ -11,6 +11,7 @@ from ranks import run
 from torch.optim import lr_scheduler
 from training_forms import Training
 
+import zeroshard
 from zeroshard.checkpoint import PerRank
 from zeroshard.errors import CheckpointError, ConfigError
 
@@ -273,3 +274,37 @@ def test_objects_that_differ_between_ranks_load_at_as_many_and_are_refused_at_ot
     run(loaded, 2)
     for world_size in (1, 3):
         run(elsewhere, world_size)
+
+
+def test_averages_of_the_weights_continue(tmp_path):
+    def bits_of(training, average):
+        state = average.state_dict()
+        assert state["decay"] == 0.9
+        whole = {f"average of {name}": v.full_tensor() for name, v in state["average"].items()}
+        return {**training.bits(), **whole}
+
+    def saved(rank, world_size):
+        ends = {}
+        for stage in (1, 2, 3):
+            training = Training(rank, world_size, stage)
+            average = zeroshard.EMA(training.optimizer, decay=0.9)
+            training.steps(0, 1)
+            training.save(tmp_path / str(stage), ema=average)
+            training.steps(2, 3, 4)
+            ends[stage] = bits_of(training, average)
+        return ends
+
+    def loaded(rank, world_size):
+        for stage in (1, 2, 3):
+            training = Training(rank, world_size, 1 + stage % 3, seed=9)
+            average = zeroshard.EMA(training.optimizer, decay=0.5)
+            training.steps(7)
+            training.load(tmp_path / str(stage), ema=average)
+            assert average.num_updates == 2
+            training.steps(2, 3, 4)
+            found = bits_of(training, average)
+            assert_same(found, {name: ends[stage][name] for name in found}, f"{stage=}")
+
+    ends = run(saved, 2)[0]
+    for world_size in (2, 3):
+        run(loaded, world_size)

@@ -24,9 +24,9 @@ OPTIONS = (
 # Other ranks sum the gradients in another order. Sums of 12 x 32 tokens then differ by about
 # sqrt(384) * 2**-24 = 1.2e-6 of themselves, and so do AdamW's updates, which are at most the
 # learning rate in each of 70 000 elements. With a gradient of norm 1 a step so moves the loss by at
-# most 1e-3 * sqrt(70 000) * 1.2e-6 = 3e-7, and 48 steps by 1.5e-5. (Measured: 2e-6.)
+# most 1e-3 * sqrt(70 000) * 1.2e-6 = 3e-7, and 48 steps by 1.5e-5. (Measured: 5e-7.)
 ATOL = 1.5e-5
-TIMEOUT_S = 40
+TIMEOUT_S = 60
 
 
 # --------------------------------------------------------------- without a launcher, on forks
@@ -254,7 +254,7 @@ def test_machines_come_and_go_and_four_two_and_three_ranks_go_on(tmp_path, unint
         *("--nnodes=1:2", "--max-restarts=3", "--local-addr=localhost", "--rdzv-id=here"),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"),
     )
-    settings = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=8"
+    settings = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=6"
 
     def machine(name, ranks):
         settled = f"--rdzv-conf={settings},is_host={name == 'first'}"

@@ -59,7 +59,10 @@ def save_folder(
     # Of ranks that hold the same shard, those that come first along the axis of replicas write.
     writes = mesh is None or not any((mesh.get_coordinate() or ())[:-1])
     parts = (METADATA, "*.distcp")
-    with new_folder(path, transport, what, parts=parts) as fresh, as_asked(path, alone=mesh is None):
+    with (
+        new_folder(path, transport, what, parts=parts) as fresh,
+        as_asked(path, alone=mesh is None),
+    ):
         if writes:
             save(content, checkpoint_id=fresh, process_group=group, no_dist=mesh is None)
 

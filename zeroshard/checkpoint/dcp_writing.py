@@ -4,14 +4,23 @@ Knows what is to be written only as names and values.
 """
 
 import dataclasses
+import io
 import itertools
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import torch
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
+    FileSystemWriter,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -77,14 +86,28 @@ class _Writer(FileSystemWriter):
         self.aliases = aliases
         self.written: list[tuple[str, int, int]] = []
 
-    def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file item by item.
+
+        torch's own loop keeps the copies that it made of all of them until the file is whole.
+        """
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        results = []
         try:
-            future = super().write_data(plan, planner)
+            with Path(self.path, name).open("wb") as stream:
+                for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
+                    offset = stream.tell()
+                    _write(planner.resolve_data(item), stream)
+                    length = stream.tell() - offset
+                    self.written.append((name, offset, length))
+                    info = _StorageInfo(name, offset, length)
+                    results.append(WriteResult(item.index, length, info))
+                stream.flush()
+                os.fsync(stream.fileno())
         except Exception as error:
-            raise _reason(error, Path(self.path, f"{plan.storage_data.prefix}0.distcp")) from error
-        for result in future.wait():
-            info = result.storage_data
-            self.written.append((info.relative_path, info.offset, info.length))
+            raise _reason(error, Path(self.path, name)) from error
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -100,6 +123,16 @@ class _Writer(FileSystemWriter):
                 index = dataclasses.replace(result.index, fqn=alias)
                 more.append(dataclasses.replace(result, index=index))
         super().finish(metadata, [*results, more])
+
+
+def _write(value: Tensor | io.BytesIO, stream: BinaryIO) -> None:
+    if isinstance(value, io.BytesIO):
+        stream.write(value.getbuffer())
+        return
+    tensor = value.detach().cpu()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save would write all of that
+        tensor = tensor.clone()
+    torch.save(tensor, stream)
 
 
 def _reason(error: BaseException, file: Path) -> BaseException:

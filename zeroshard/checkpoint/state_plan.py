@@ -4,6 +4,7 @@ Checks everything first, and changes nothing until `load`.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from ..layout import BLOCK
 from ..optimizer import AdamW
 from ..param_groups import check_group
 from ..weights import parts_of
+from .content import names_in
 from .names import named_groups, names_of
 from .source import Source, Stored
 
@@ -58,10 +60,17 @@ class StatePlan:
         names = names_of(model, optimizer)
         self.names = {slot: names[p] for p, slot in self.engine.slot_of.items()}
         self.slot_of = {name: slot for slot, name in self.names.items()}
-        frozen = {name for p, name in names.items() if p not in self.engine.slot_of}
-        self.groups = _fitting_groups(named_groups(names, optimizer), source, frozen)
+        # Others may leave out what cannot change, and know a tied parameter by another name.
+        optional = {
+            name for p, name in names.items() if p not in self.engine.slot_of or p.numel() == 0
+        }
+        first_name = {alias: names[p] for alias, p in names_in(model).items() if p in names}
+        self.groups = _fitting_groups(
+            named_groups(names, optimizer), _renamed(source, first_name), optional
+        )
+        saved = {first_name.get(name, name): fields for name, fields in source.state.items()}
         self.fields: dict[int, dict[str, Stored]] = {
-            slot: source.state.get(name, {}) for slot, name in self.names.items()
+            slot: saved.get(name, {}) for slot, name in self.names.items()
         }
         misfits = [text for slot in self.fields for text in self._misfits(slot)]
         if misfits:
@@ -194,15 +203,24 @@ def _is_codes(stored: Stored) -> bool:
     return stored.dtype in (torch.int8, torch.uint8)
 
 
+def _renamed(source: Source, first_name: Mapping[str, str]) -> Source:
+    """The same with the names in its groups that we know parameters by."""
+    groups = source.groups and [
+        {**group, "params": [first_name.get(name, name) for name in group["params"]]}
+        for group in source.groups
+    ]
+    return replace(source, groups=groups)
+
+
 def _fitting_groups(
-    ours: list[dict[str, Any]], source: Source, frozen: set[str]
+    ours: list[dict[str, Any]], source: Source, optional: set[str]
 ) -> list[dict[str, Any]]:
     """The saved options of each of our groups.
 
     Args:
         ours: our groups, with names.
         source: the checkpoint.
-        frozen: names in our groups that are not trained, which a checkpoint may leave out.
+        optional: names in our groups that a checkpoint may leave out.
 
     Raises:
         CheckpointError: it has other parameters, or has them in other groups.
@@ -218,7 +236,7 @@ def _fitting_groups(
     for number in range(max(len(ours), len(saved))):
         mine = set(ours[number]["params"]) if number < len(ours) else set()
         other = set(saved[number]["params"]) if number < len(saved) else set()
-        differing = sorted((mine - frozen) ^ (other - frozen))
+        differing = sorted((mine - optional) ^ (other - optional))
         if differing:
             where = "the optimizer only" if differing[0] in mine else "the saved state only"
             raise CheckpointError(
@@ -231,6 +249,11 @@ def _fitting_groups(
         )
     for group, options in zip(ours, saved, strict=True):
         check_group({**group, **options})
+        if options.get("decoupled_weight_decay", True) is not True and options["weight_decay"]:
+            raise CheckpointError(
+                f"{source.what}, {source.path}, is of Adam, which adds weight decay to gradients; "
+                "AdamW does not"
+            )
     return saved
 
 
