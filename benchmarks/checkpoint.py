@@ -11,6 +11,7 @@ includes the copy that a save in the background writes from.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import pathlib
@@ -146,6 +147,7 @@ def measured(work, until=None):
         Seconds of the work, seconds until everything was done, and the most bytes that were held
         meanwhile beyond those before.
     """
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not hide what is taken
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
     before = status("VmRSS")
     dist.barrier()

@@ -206,14 +206,20 @@ def test_a_rank_that_was_told_already_does_not_go_on_without_the_others(tmp_path
 # --- processes of their own: what they take, and how they end
 
 JOB = """
-import ctypes, gc, os, sys, time
+import ctypes, datetime, gc, os, sys
 import torch
 import torch.distributed as dist
 import zeroshard
 
 rank, folder, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+dist.init_process_group(
+    "gloo",
+    init_method=f"file://{folder}/store",
+    rank=rank,
+    world_size=2,
+    timeout=datetime.timedelta(seconds=10),
+)
 
 def status(key):
     with open("/proc/self/status") as file:
@@ -256,8 +262,8 @@ if ending == "group":
 def test_memory_and_the_end_of_a_process_that_is_saving(ending, tmp_path):
     """A save that blocks takes 64 MiB at most, one in the background as much beside its part.
 
-    A process that ends meanwhile completes it. If it destroys the process group first, there is
-    a whole one or none.
+    A process that ends meanwhile completes it. If it destroys the process group first, a whole one
+    or none is there when the ranks have waited for each other as long as they may.
     """
     root = pathlib.Path(zeroshard.__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}

@@ -22,7 +22,7 @@ LAYERS = [
     ["parameters"],
     ["update"],
     ["gradient_shards", "autograd_hooks", "backward", "sharding", "module_state", "masters"],
-    ["reduction", "construction", "step_plan"],
+    ["reduction", "construction", "step_plan", "waiting"],
     ["gradients", "sharded_model"],
     ["engine"],
     ["state", "accounts", "join"],

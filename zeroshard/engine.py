@@ -30,6 +30,7 @@ from .storage import Arena, BufferPool
 from .tracing import traced
 from .transport import Op, Pending, Transport
 from .update import StepCounters, Updater, new_updaters
+from .waiting import Waiting
 from .wrappers import check_nothing_is_lost
 
 __all__ = ["Engine", "engines_of"]
@@ -103,7 +104,7 @@ class Engine:
         self.on_added: Callable[[Sequence[nn.Parameter]], None] = _nothing
         self.on_close: Callable[[Engine], None] = _nothing
         self.step_count = 0
-        self.gradients_wait = False  # for a step: backwards reduced some since the last one
+        self.waiting = Waiting()
         self.is_closed = False
         self.cannot_step = ""  # why, while that is so
         self.gathers: list[Pending] = []
@@ -181,7 +182,7 @@ class Engine:
         self.gradients.attach(layout, self.arenas, parameters, wires)
 
     def _backward_begins(self) -> None:
-        self.gradients_wait = True
+        self.waiting.reduced()
         self.on_backward()
         self.parameters.check_kinds()
 
@@ -305,7 +306,7 @@ class Engine:
                 trained = {p for engine in _engines for p in engine.parameters.places}
                 check_nothing_is_lost(self.slot_of, trained, self.model())
             return
-        self._idle_steps, self.gradients_wait = 0, False
+        self._idle_steps = 0
         self.parameters.check_values(self.gradients.parameters[slot] for slot in used)
         self.step_count += 1
         self._clip(used)
@@ -315,7 +316,9 @@ class Engine:
         if self._reads_scalars:
             self.scalars.refresh(self.param_groups, self.counters.counts, self._found_inf)
         self._execute(Event.STEP)
-        self.parameters.mark_written_by_us([self.gradients.parameters[slot] for slot in used])
+        updated = [self.gradients.parameters[slot] for slot in used]
+        self.parameters.mark_written_by_us(updated)
+        self.waiting.used(updated)
         if not self.transport.distributed or self.gradients.ddp_owns_gradients():
             self.gradients.free_copies()
             self._forget_gradients()
@@ -392,7 +395,6 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Every `p.grad` was dropped, or zeroed."""
-        self.gradients_wait = False
         self._execute(Event.ZERO_GRAD)
 
     def abandon(self) -> None:

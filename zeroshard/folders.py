@@ -183,6 +183,8 @@ def as_asked(path: object, *, alone: bool) -> Iterator[None]:
             yield
         except CheckpointException as error:
             _, (cause, _) = next(iter(error.failures.items()))
+            if not isinstance(cause, Exception):  # Ctrl-C is no fault of the checkpoint
+                raise cause from error
             raise CheckpointError(f"checkpoint {path}: {str(cause) or repr(cause)}") from cause
 
 

@@ -233,7 +233,7 @@ def _waiting_gradients(engine: Engine, names: Mapping[nn.Parameter, str]) -> dic
                 "no_sync(), which a checkpoint cannot keep: save after a backward outside of it, "
                 "or after step(), or drop the gradients with zero_grad()"
             )
-        if not engine.gradients_wait:
+        if not engine.waiting.holds(parameter):
             continue
         local = engine.gradients.checked(slot, parameter.grad)
         slices = engine.gradients.shards.slices[slot]

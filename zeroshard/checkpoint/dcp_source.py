@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 FIELD_OF = {saved: field for field, saved in CODES.items()}
 STATE = re.compile(rf"(?:(.*?)\.)?state\.(.+)\.({'|'.join((*FIELDS, *FIELD_OF))})")
+SMALL_NBYTES = 16 * 2**20  # of values that others saved beside model and optimizer
 SCHEDULERS = ("scheduler", "lr_scheduler")
 TRAIN_STATE = "train_state"  # torchtitan's counters, which are tensors beside the weights
 STEPS = ("step", "global_step", "iteration", f"{TRAIN_STATE}.step")
@@ -92,6 +93,11 @@ class _Keys:
             return self.take(key).read()
         self.left.discard(key)
         return self.folder.value(key)
+
+    def nbytes(self, key: str) -> int:
+        """Bytes of a whole tensor."""
+        entry = self.folder.entry(key)
+        return entry.size.numel() * entry.properties.dtype.itemsize
 
     def under(self, prefix: str) -> list[str]:
         """All keys that are left and begin with `prefix`."""
@@ -213,8 +219,14 @@ def _take_others(keys: _Keys, source: Source) -> None:
         found = keys.under(f"{name}.")
         if found and source.scheduler is None:
             source.scheduler = keys.nested(found)[name]
-    values = [key for key in sorted(keys.left) if key not in keys.tensors]
-    source.extra.update(keys.nested(values))
+    paths = keys.folder.metadata.planner_data or {}
+    by_name: dict[str, list[str]] = {}
+    for key in sorted(keys.left):
+        by_name.setdefault(str(paths.get(key, (key,))[0]), []).append(key)
+    for found in by_name.values():
+        nbytes = sum(keys.nbytes(key) for key in found if key in keys.tensors)
+        if nbytes <= SMALL_NBYTES:  # all of it or nothing
+            source.extra.update(keys.nested(found))
     if keys.left:
         logger.warning(
             "%s also holds %s, which nothing here is loaded from",

@@ -384,7 +384,8 @@ def _set_gradients(optimizer: AdamW, local: Mapping[int, Tensor]) -> None:
         if not isinstance(grad, ShardTensor):  # autograd's own, which has the parameter's dtype
             grad = grad.to(parameter.grad_dtype or grad.dtype)
         parameter.grad = grad
-    engine.gradients_wait = bool(local)
+    if local:
+        engine.waiting.reduced()
 
 
 def _set_random_states(source: Source, engine: Engine, ranks: HostRanks) -> None:
