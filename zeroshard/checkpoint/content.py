@@ -7,6 +7,7 @@ rank an even share, and the first rank alone has what is the same everywhere.
 import ctypes
 import hashlib
 import random
+import struct
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -246,30 +247,31 @@ def _waiting_gradients(engine: Engine, names: Mapping[nn.Parameter, str]) -> dic
 
 def random_states(device: torch.device) -> dict[str, Any]:
     """Of torch on the host and on `device`, of Python, and of numpy where it is in use."""
+    version, words, gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": _bytes_of(torch.get_rng_state()),
-        "python": random.getstate(),
+        "python": (version, struct.pack(f"<{len(words)}I", *words), gauss),
     }
     if device.type != "cpu":
         states[device.type] = _bytes_of(torch.get_device_module(device).get_rng_state(device))
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states["numpy"] = (kind, keys.tolist(), *rest)
+        kind, words, *rest = numpy.random.get_state()
+        states["numpy"] = (kind, words.astype("<u4").tobytes(), *rest)
     return states
 
 
 def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
     """Go on where `random_states` was called."""
     torch.set_rng_state(_tensor_of(states["torch"]))
-    version, keys, gauss = states["python"]
-    random.setstate((version, tuple(keys), gauss))
+    version, words, gauss = states["python"]
+    random.setstate((version, struct.unpack(f"<{len(words) // 4}I", words), gauss))
     if device.type in states:
         torch.get_device_module(device).set_rng_state(_tensor_of(states[device.type]), device)
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in states:
-        kind, values, *rest = states["numpy"]
-        numpy.random.set_state((kind, numpy.array(values, dtype="uint32"), *rest))
+        kind, words, *rest = states["numpy"]
+        numpy.random.set_state((kind, numpy.frombuffer(words, "<u4"), *rest))
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

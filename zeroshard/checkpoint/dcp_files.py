@@ -5,6 +5,7 @@ anything of it is used.
 """
 
 import bisect
+import ctypes
 import io
 from collections.abc import Iterator
 from math import prod
@@ -28,6 +29,8 @@ from .source import Stored
 from .versions import MANIFEST, Item, check_item, read_checksums, read_manifest
 
 __all__ = ["DcpFolder", "StoredChunks"]
+
+TRIM_NBYTES = 8 * 2**20
 
 
 class DcpFolder:
@@ -56,6 +59,9 @@ class DcpFolder:
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self._sound: set[tuple[str, int]] = set()
         self._last: dict[str, tuple[int, Tensor]] = {}  # by key: the chunk that was read last
+        # What is freed in chunks of many sizes stays with the C library otherwise: 70 MiB.
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
+        self._untrimmed = 0  # bytes read since
 
     def check(self, index: MetadataIndex) -> None:
         """Compare what is stored under an index with its checksum, once.
@@ -78,6 +84,10 @@ class DcpFolder:
         if self._last.get(key, (-1,))[0] != number:
             chunk = self.entry(key).chunks[number]
             self._last.pop(key, None)
+            self._untrimmed += prod(chunk.sizes) * self.entry(key).properties.dtype.itemsize
+            if self._untrimmed >= TRIM_NBYTES:
+                self._trim(0)
+                self._untrimmed = 0
             value = self._read(key, MetadataIndex(key, chunk.offsets, number), chunk)
             self._last[key] = (number, value)
         return self._last[key][1]

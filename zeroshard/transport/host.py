@@ -65,7 +65,7 @@ def host_ranks(transport: Transport) -> HostRanks:
     """Those of a transport; every rank has to call this where it is the first time."""
     mesh = transport.mesh
     if mesh is None:
-        return HostRanks(None)
+        return _known.setdefault((), (None, HostRanks(None)))[1]
     members = (mesh.ndim, *mesh.mesh.flatten().tolist())
     group = mesh.get_group(0)
     if members not in _known or _known[members][0] is not group:
