@@ -316,9 +316,8 @@ class Engine:
         if self._reads_scalars:
             self.scalars.refresh(self.param_groups, self.counters.counts, self._found_inf)
         self._execute(Event.STEP)
-        updated = [self.gradients.parameters[slot] for slot in used]
-        self.parameters.mark_written_by_us(updated)
-        self.waiting.used(updated)
+        self.parameters.mark_written_by_us([self.gradients.parameters[slot] for slot in used])
+        self.waiting.used(self.gradients.given)
         if not self.transport.distributed or self.gradients.ddp_owns_gradients():
             self.gradients.free_copies()
             self._forget_gradients()

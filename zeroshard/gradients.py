@@ -61,6 +61,7 @@ class Gradients:
         self.taken_out: set[int] = set()  # by the backward under way
         self.unsynced: dict[int, int] = {}  # left local by no_sync() -> version of the gradient
         self.backward: Backward | None = None
+        self.given: list[nn.Parameter] = []  # whose gradients the last step took from elsewhere
         self.rounds = 0  # synchronising backwards so far
         self.order: list[int] | None = None  # of launches, agreed after the first backward
         self.synchronise = True
@@ -400,6 +401,7 @@ class Gradients:
                 given[slot] = self.checked(slot, parameter.grad)
         used = [slot for slot, p in enumerate(self.parameters) if p.grad is not None]
         self.unsynced.clear()
+        self.given = [self.parameters[slot] for slot in given]
         changed = bool(given) or self._checked_versions != self.shards.versions()
         for slot, local in given.items():
             self.shards.write(slot, local)

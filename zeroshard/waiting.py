@@ -5,8 +5,6 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from .shard_tensor import ShardTensor
-
 __all__ = ["Waiting"]
 
 
@@ -21,21 +19,19 @@ class Waiting:
         """A backward has begun to reduce gradients."""
         self._has_reduced = True
 
-    def used(self, parameters: Iterable[nn.Parameter]) -> None:
-        """A step has used the gradients of `parameters`, and there are no others."""
+    def used(self, given: Iterable[nn.Parameter]) -> None:
+        """A step has used all gradients; those of `given` are tensors of others, not our slices."""
         self._has_reduced = False
         self._used = {
             parameter: (weakref.ref(grad), grad._version)
-            for parameter in parameters
-            if (grad := parameter.grad) is not None and type(grad) is not ShardTensor
+            for parameter in given
+            if (grad := parameter.grad) is not None
         }
 
-    def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether `p.grad` waits."""
+    def holds(self, parameter: nn.Parameter, *, is_ours: bool) -> bool:
+        """Whether `p.grad`, which is our slice or a tensor of others, waits."""
         grad = parameter.grad
-        if grad is None:
-            return False
-        if isinstance(grad, ShardTensor):
-            return self._has_reduced
+        if grad is None or is_ours:
+            return grad is not None and self._has_reduced
         before, version = self._used.get(parameter, (None, 0))
         return before is None or before() is not grad or grad._version != version

@@ -25,6 +25,7 @@ __all__ = [
     "DDPWatch",
     "Owners",
     "check_nothing_is_lost",
+    "ddp_is_local",
     "owners_of",
     "strip_wrappers",
     "unwrap",
@@ -134,6 +135,15 @@ class DDPGuard:
                     stacklevel=2,
                 )
         return self.answer
+
+
+def ddp_is_local(parameters: Collection[nn.Parameter]) -> bool:
+    """Whether the last forward of a DDP around any of `parameters` was inside of its no_sync()."""
+    return any(
+        not getattr(ddp, "require_forward_param_sync", True)
+        for ddp in _live(DistributedDataParallel)
+        if _holds(ddp.module, parameters)
+    )
 
 
 def _refuse_ddp() -> ConfigError:

@@ -4,18 +4,15 @@ Each rank has its own part: of everything trained or sharded its slices, of what
 rank an even share, and the first rank alone has what is the same everywhere.
 """
 
-import ctypes
-import hashlib
 import random
 import struct
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..accounts import is_updated_by_torch
 from ..boxes import row_major
@@ -30,7 +27,8 @@ from ..place import Place
 from ..shard_tensor import ShardTensor
 from ..state import state_of
 from ..transport import HostRanks, Op
-from ..wrappers import strip_wrappers
+from ..wrappers import ddp_is_local, strip_wrappers
+from .extra import bytes_of, digest_of, take_apart
 from .names import named_groups, names_of, plain, saved_name
 
 __all__ = ["Content", "content_of", "names_in", "random_states", "set_random_state"]
@@ -42,7 +40,8 @@ class Content:
 
     Attributes:
         values: names, nested, and what this rank has of them.
-        extra: the user's values, by name.
+        extra: the user's values without slices, by name; these are in `values`.
+        digests: of them.
         random_states: this rank's.
         tied: more names of tied parameters -> the one that they are written under.
         strides: of parameters that are not row-major, by name.
@@ -50,6 +49,7 @@ class Content:
 
     values: dict[str, Any]
     extra: dict[str, Any]
+    digests: dict[str, str]
     random_states: dict[str, Any]
     tied: dict[str, str]
     strides: dict[str, tuple[int, ...]]
@@ -66,28 +66,21 @@ class Content:
     def share_out(self, ranks: HostRanks) -> None:
         """Decide which rank writes what of the rest; all have to call this.
 
-        Values that are the same on all ranks are written once, others by each.
+        Values that are the same on all ranks are written once, others by each; slices by all.
         torch.distributed.checkpoint takes dictionaries apart, and tuples as they are.
         """
-        digests = {name: digest_of(value) for name, value in self.extra.items()}
-        answers = ranks.all_gather_object((digests, self.random_states), op=Op("save_checkpoint"))
+        mine = (self.digests, self.random_states)
+        answers = ranks.all_gather_object(mine, op=Op("save_checkpoint"))
         if ranks.is_first:
             self.values["rng"] = ([states for _, states in answers],)
         for name, value in self.extra.items():
-            mine: dict[str, Any] = {}
-            if any(isinstance(leaf, Chunks) for leaf in _leaves(value)):
-                mine = {"extra": {name: value}}
-            elif len({theirs.get(name) for theirs, _ in answers}) > 1:
-                mine = {"extra_by_rank": {name: {str(ranks.rank): (value,)}}}
+            if len({theirs.get(name) for theirs, _ in answers}) > 1:
+                by_rank = self.values.setdefault("extra_by_rank", {}).setdefault(name, {})
+                by_rank[str(ranks.rank)] = (value,)
             elif ranks.is_first and name == "scheduler":
-                mine = {"scheduler": (value,)}
+                self.values[name] = (value,)
             elif ranks.is_first:
-                mine = {"extra": {name: (value,)}}
-            for part, entries in mine.items():
-                if part == "scheduler":
-                    self.values[part] = entries
-                else:
-                    self.values.setdefault(part, {}).update(entries)
+                self.values.setdefault("extra", {})[name] = (value,)
 
 
 def content_of(
@@ -120,12 +113,19 @@ def content_of(
             {key: plain(value, f"{key!r} of a param group") for key, value in group.items()} | fused
             for group in named_groups(names, optimizer)
         ]
+    kept = {name: take_apart(name, value) for name, value in extra.items()}
+    slices = {
+        name: {str(number): chunks for number, chunks in enumerate(found)}
+        for name, (_, found) in kept.items()
+    }
+    values["extra_slices"] = {name: found for name, found in slices.items() if found}
     return Content(
         values=values,
-        extra={name: _value_of(name, value) for name, value in extra.items()},
+        extra={name: value for name, (value, _) in kept.items()},
+        digests={name: digest_of(value) for name, (value, _) in kept.items()},
         random_states=random_states(engine.device),
         tied=tied,
-        strides={n: c.stride for n, c in weights.items() if c.stride != row_major(c.shape)},
+        strides=_strides(model, engine),
     )
 
 
@@ -161,6 +161,17 @@ def _weights(
         if chunks is not None:
             weights[name] = chunks
     return weights, tied
+
+
+def _strides(model: nn.Module, engine: Engine) -> dict[str, tuple[int, ...]]:
+    """Of the parameters that are not row-major."""
+    places, found = engine.parameters.places, {}
+    for name, parameter in model.named_parameters():
+        place = places.get(parameter)
+        stride = dense_stride(parameter) if place is None else place.slot.spec.stride
+        if stride != row_major(parameter.shape):
+            found[strip_wrappers(name)] = stride
+    return found
 
 
 def _of_place(engine: Engine, place: Place) -> Chunks:
@@ -224,21 +235,24 @@ def _waiting_gradients(engine: Engine, names: Mapping[nn.Parameter, str]) -> dic
     Raises:
         ConfigError: a backward under no_sync() left one on its rank.
     """
+    gradients = engine.gradients
+    ddp_holds_back = gradients.ddp_owns_gradients() and ddp_is_local(engine.slot_of)
     found: dict[str, Any] = {}
     for parameter, slot in engine.slot_of.items():
-        if parameter.grad is None:
+        grad = parameter.grad
+        if grad is None:
             continue
-        if engine.gradients.is_local(slot):  # which is not said to wait: nothing was reduced
+        waits = engine.waiting.holds(parameter, is_ours=gradients.shards.shows(slot, grad))
+        if gradients.is_local(slot) or (waits and ddp_holds_back):
             raise ConfigError(
                 f"{names[parameter]!r} has a gradient of this rank alone, from a backward under "
                 "no_sync(), which a checkpoint cannot keep: save after a backward outside of it, "
                 "or after step(), or drop the gradients with zero_grad()"
             )
-        if not engine.waiting.holds(parameter):
-            continue
-        local = engine.gradients.checked(slot, parameter.grad)
-        slices = engine.gradients.shards.slices[slot]
-        found[names[parameter]] = ShardTensor(local, slices, engine.transport).chunks()
+        if waits:
+            local = gradients.checked(slot, grad)
+            slices = gradients.shards.slices[slot]
+            found[names[parameter]] = ShardTensor(local, slices, engine.transport).chunks()
     return found
 
 
@@ -249,11 +263,11 @@ def random_states(device: torch.device) -> dict[str, Any]:
     """Of torch on the host and on `device`, of Python, and of numpy where it is in use."""
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
-        "torch": _bytes_of(torch.get_rng_state()),
+        "torch": bytes_of(torch.get_rng_state()),
         "python": (version, struct.pack(f"<{len(words)}I", *words), gauss),
     }
     if device.type != "cpu":
-        states[device.type] = _bytes_of(torch.get_device_module(device).get_rng_state(device))
+        states[device.type] = bytes_of(torch.get_device_module(device).get_rng_state(device))
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, words, *rest = numpy.random.get_state()
@@ -274,70 +288,11 @@ def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
         numpy.random.set_state((kind, numpy.frombuffer(words, "<u4"), *rest))
 
 
-def _bytes_of(tensor: Tensor) -> bytes:
-    host = tensor.detach().cpu().contiguous()
-    return ctypes.string_at(host.data_ptr(), host.numel() * host.element_size())
-
-
 def _tensor_of(state: bytes) -> Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
-# --- what else
-
-
-def _value_of(name: str, value: Any) -> Any:
-    has_state = hasattr(value, "state_dict") and not isinstance(value, Mapping)
-    value = _as_chunks(plain(value.state_dict() if has_state else value, repr(name)))
-    if any(isinstance(leaf, DTensor) for leaf in _leaves(value)):
-        raise ConfigError(
-            f"{name!r} holds a DTensor, or slices in a list: pass slices in dictionaries, by name, "
-            "and other DTensors as whole tensors"
-        )
-    return value
-
-
-def _as_chunks(value: Any) -> Any:
-    if isinstance(value, dict):
-        return type(value)({key: _as_chunks(entry) for key, entry in value.items()})
-    return value.chunks() if isinstance(value, ShardTensor) else value
-
-
-def _leaves(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        for entry in value.values():
-            yield from _leaves(entry)
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from _leaves(entry)
-    else:
-        yield value
-
-
-def digest_of(value: Any) -> str:
-    """Equal for values that are equal in kind and content."""
-    digest = hashlib.sha256()
-
-    def feed(value: Any) -> None:
-        digest.update(type(value).__name__.encode())
-        if isinstance(value, dict):
-            for key, entry in value.items():
-                feed(key)
-                feed(entry)
-        elif isinstance(value, (list, tuple)):
-            digest.update(str(len(value)).encode())
-            for entry in value:
-                feed(entry)
-        elif isinstance(value, Tensor):
-            digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
-            digest.update(_bytes_of(value))
-        elif isinstance(value, Chunks):
-            digest.update(str(value.shape).encode())
-        else:
-            digest.update(repr(value).encode())
-
-    feed(value)
-    return digest.hexdigest()
+# --- in the background
 
 
 def _on_host(value: Any) -> Any:

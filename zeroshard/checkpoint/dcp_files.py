@@ -30,7 +30,7 @@ from .versions import MANIFEST, Item, check_item, read_checksums, read_manifest
 
 __all__ = ["DcpFolder", "StoredChunks"]
 
-TRIM_NBYTES = 8 * 2**20
+TRIM_NBYTES = 2 * 2**20
 
 
 class DcpFolder:
@@ -53,8 +53,7 @@ class DcpFolder:
         self._sums: dict[tuple[str, int], Item] = {}
         if (path / MANIFEST).exists():
             self.manifest, self._sums = read_manifest(path), read_checksums(path)
-            for name in (METADATA,):
-                check_item(path, self._sums[name, 0])
+            check_item(path, self._sums[METADATA, 0])
         self.reader, self.metadata = opened(path, "torch.distributed.checkpoint")
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self._sound: set[tuple[str, int]] = set()
@@ -84,11 +83,11 @@ class DcpFolder:
         if self._last.get(key, (-1,))[0] != number:
             chunk = self.entry(key).chunks[number]
             self._last.pop(key, None)
-            self._untrimmed += prod(chunk.sizes) * self.entry(key).properties.dtype.itemsize
+            value = self._read(key, MetadataIndex(key, chunk.offsets, number), chunk)
+            self._untrimmed += value.nbytes
             if self._untrimmed >= TRIM_NBYTES:
                 self._trim(0)
                 self._untrimmed = 0
-            value = self._read(key, MetadataIndex(key, chunk.offsets, number), chunk)
             self._last[key] = (number, value)
         return self._last[key][1]
 
@@ -125,6 +124,10 @@ class DcpFolder:
                 self.reader.read_data(LoadPlan([item]), receiver).wait()
         except Exception as error:
             file = self.path / info.relative_path
+            if "weights_only" in str(error):
+                raise CheckpointError(
+                    f"{file}: {key} is something that would have to be read as code (Weights only)"
+                ) from error
             raise CheckpointError(f"{file} is damaged: {key} cannot be read: {error}") from error
         return receiver.value
 
@@ -138,7 +141,7 @@ class _Receiver(DefaultLoadPlanner):
         self.value: Any = None
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.value = torch.load(value, weights_only=True)
+        self.value = torch.load(value, map_location="cpu", weights_only=True)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         self.value = tensor = torch.empty(read_item.lengths, dtype=self.dtype)

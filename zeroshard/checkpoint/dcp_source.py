@@ -7,16 +7,18 @@ under.
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ..errors import CheckpointError
 from ..folders import METADATA
 from ..wrappers import strip_wrappers
 from .dcp_files import DcpFolder, StoredChunks
+from .extra import put_together
 from .names import CODES
 from .source import FIELDS, PerRank, Source
 
@@ -25,8 +27,9 @@ __all__ = ["is_dcp", "open_dcp"]
 logger = logging.getLogger(__name__)
 
 FIELD_OF = {saved: field for field, saved in CODES.items()}
-STATE = re.compile(rf"(?:(.*?)\.)?state\.(.+)\.({'|'.join((*FIELDS, *FIELD_OF))})")
+STATE = re.compile(rf"(?:(.*?)\.)??state\.(.+)\.({'|'.join((*FIELDS, *FIELD_OF))})")
 SMALL_NBYTES = 16 * 2**20  # of values that others saved beside model and optimizer
+USUAL = ("model.", "", "state_dict.", "module.", "app.model.")
 SCHEDULERS = ("scheduler", "lr_scheduler")
 TRAIN_STATE = "train_state"  # torchtitan's counters, which are tensors beside the weights
 STEPS = ("step", "global_step", "iteration", f"{TRAIN_STATE}.step")
@@ -55,9 +58,10 @@ def open_dcp(path: Path) -> Source:
             FIELD_OF.get(field, field): keys.take(key) for field, key in fields.items()
         }
     _take_groups(keys, prefix, source)
-    if not is_ours:
-        _take_train_state(keys, source)
     begin = "model." if is_ours else keys.prefix_of_weights(state)
+    if not is_ours:
+        _check_is_adamw(keys, prefix)
+        _take_train_state(keys, source, begin)
     for key in keys.tensors_under(begin):
         source.weights[strip_wrappers(key.removeprefix(begin))] = keys.take(key)
     if is_ours:
@@ -107,12 +111,10 @@ class _Keys:
         """The tensors among them."""
         return [key for key in self.under(prefix) if key in self.tensors]
 
-    def nested(
-        self, keys: Iterable[str], read: Callable[[str], Any] | None = None
-    ) -> dict[str, Any]:
+    def nested(self, keys: Iterable[str]) -> dict[str, Any]:
         """What is under `keys`, nested as it was saved."""
         paths = self.folder.metadata.planner_data or {}
-        flat = {key: (read or self.value)(key) for key in keys}
+        flat = {key: self.value(key) for key in keys}
         nested: dict[str, Any] = unflatten_state_dict(
             flat, {key: paths.get(key, tuple(key.split("."))) for key in flat}
         )
@@ -151,10 +153,16 @@ class _Keys:
             for key in tensors
             if key == name or key.endswith(f".{name}")
         )
-        if found:
-            return max(found, key=lambda prefix: (found[prefix], -len(prefix)))
-        usual = ("model.", "state_dict.", "module.", "app.model.")
-        return next((p for p in usual if any(key.startswith(p) for key in tensors)), "")
+        if not found:
+            return next((p for p in USUAL if any(key.startswith(p) for key in tensors)), "")
+        best = [prefix for prefix in sorted(found) if found[prefix] == max(found.values())]
+        usual = [prefix for prefix in USUAL if prefix in best]
+        if len(best) > 1 and not usual:
+            raise CheckpointError(
+                f"{self.folder.path} has weights under each of {', '.join(map(repr, best))}: save "
+                "the model's under 'model'"
+            )
+        return (usual or best)[0]
 
 
 def _take_groups(keys: _Keys, prefix: str, source: Source) -> None:
@@ -163,7 +171,7 @@ def _take_groups(keys: _Keys, prefix: str, source: Source) -> None:
     found = keys.under(begin)
     if not found:
         return
-    if all(key.removeprefix(begin).split(".")[0].isdigit() for key in found):
+    if any(key.endswith(".params") for key in found):
         nested: Any = keys.nested(found)
         for part in begin.rstrip(".").split("."):
             nested = nested[part]
@@ -195,21 +203,36 @@ def _take_ours(keys: _Keys, source: Source) -> None:
         source.extra[name] = PerRank(values.get(rank) for rank in range(num_ranks))
     if "scheduler" in source.extra:
         source.scheduler = source.extra["scheduler"]
-    sliced = []
     for key in keys.under("extra."):
-        path = (keys.folder.metadata.planner_data or {}).get(key, ())
-        if len(path) == 2 and key not in keys.tensors:
-            (source.extra[path[1]],) = keys.value(key)
+        (source.extra[key.removeprefix("extra.")],) = keys.value(key)
+    slices: dict[str, dict[int, StoredChunks]] = {}
+    for key in keys.tensors_under("extra_slices."):
+        name, _, number = key.removeprefix("extra_slices.").rpartition(".")
+        slices.setdefault(name, {})[int(number)] = keys.take(key)
+    for name, found in slices.items():
+        stored = [found[number] for number in sorted(found)]
+        if name == "scheduler":
+            source.scheduler = put_together(source.scheduler, stored)
         else:
-            sliced.append(key)
-    read = {True: keys.take, False: keys.value}
-    nested = keys.nested(sliced, lambda key: read[key in keys.tensors](key))
-    source.extra.update(nested.get("extra", {}))
+            source.extra[name] = put_together(source.extra[name], stored)
 
 
-def _take_train_state(keys: _Keys, source: Source) -> None:
+def _check_is_adamw(keys: _Keys, prefix: str) -> None:
+    """Raise where there is state of an optimizer that was not understood."""
+    left = keys.under(f"{prefix}.state." if prefix else "state.")
+    if left:
+        raise CheckpointError(
+            f"{keys.folder.path} has optimizer state that is not AdamW's, like {left[0]!r}: load "
+            "the weights alone"
+        )
+
+
+def _take_train_state(keys: _Keys, source: Source, begin: str) -> None:
+    """Counters that were saved beside the model, as tensors or as values."""
     for name in STEPS:
-        if name in keys.left and source.step is None:
+        is_scalar = name not in keys.tensors or keys.folder.entry(name).size.numel() == 1
+        is_weight = begin == "" and name in keys.tensors and name != f"{TRAIN_STATE}.step"
+        if name in keys.left and is_scalar and not is_weight and source.step is None:
             source.step = int(keys.value(name))
     source.extra.update(keys.nested(keys.under(f"{TRAIN_STATE}.")))
 
@@ -226,7 +249,10 @@ def _take_others(keys: _Keys, source: Source) -> None:
     for found in by_name.values():
         nbytes = sum(keys.nbytes(key) for key in found if key in keys.tensors)
         if nbytes <= SMALL_NBYTES:  # all of it or nothing
-            source.extra.update(keys.nested(found))
+            try:
+                source.extra.update(keys.nested(found))
+            except CheckpointError as error:  # nothing of ours needs it
+                logger.warning("%s is left out: %s", found[0], error)
     if keys.left:
         logger.warning(
             "%s also holds %s, which nothing here is loaded from",

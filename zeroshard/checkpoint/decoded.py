@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..boxes import row_major
 from ..conversions import exact_master, read_moment
 from ..errors import CheckpointError
 from ..formats import MOMENT_NAMES
 from ..layout import BLOCK
-from .pieces import Ordered, row_major
+from .pieces import Ordered
 from .source import PerRank, Source, Stored
 
 __all__ = [

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..optimizer import AdamW
+from ..shard_tensor import ShardTensor
 from ..wrappers import strip_wrappers, unwrap
 
 __all__ = ["CODES", "named_groups", "names_of", "plain", "saved_name", "unwrapped"]
@@ -75,9 +76,20 @@ def plain(value: Any, what: str) -> Any:
         return type(value)({plain(k, what): plain(v, f"{k!r} of {what}") for k, v in value.items()})
     if type(value) in (list, tuple):
         return type(value)(plain(entry, what) for entry in value)
-    if isinstance(value, torch.Tensor) or type(value) in READABLE:
+    if type(value) in (torch.Tensor, nn.Parameter):
+        return _plain_tensor(value.detach(), what)
+    if isinstance(value, ShardTensor) or type(value) in READABLE:
         return value
     raise ConfigError(
         f"{what} is a {type(value).__name__}, which would have to be read as code: save numbers, "
         "strings, tensors, and lists and dictionaries of these"
     )
+
+
+def _plain_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    if tensor.layout != torch.strided or tensor.is_meta:
+        kind = "has no values" if tensor.is_meta else f"is {tensor.layout}"
+        raise ConfigError(f"{what} is a tensor that {kind}: save a dense one with values")
+    if tensor.untyped_storage().nbytes() > tensor.nbytes:  # a view, which is saved with all of that
+        return tensor.clone()
+    return tensor

@@ -48,7 +48,7 @@ def open_source(
             logger.warning("passed over %s", damage)
         if whole:
             return open_dcp(whole[0])
-        if damages:
+        if any(damage.was_whole for damage in damages):
             raise CheckpointError(f"{path} holds no whole checkpoint: {damages[0]}")
         if is_dcp(path):
             return open_dcp(path)

@@ -3,23 +3,18 @@
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
 
+from ..boxes import row_major
 from .source import Stored
 
-__all__ = ["PIECE_NUMEL", "Ordered", "Pieces", "row_major"]
+__all__ = ["PIECE_NUMEL", "Ordered", "Pieces"]
 
 # Whole blocks of 8-bit moments. Decoding these takes some 40 bytes for each element meanwhile.
 PIECE_NUMEL = 2**19
 TRIM_NBYTES = 4 * 2**20  # after how many bytes the C library is told to give memory back
-
-
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,8 @@ import os
 import shutil
 import threading
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,12 @@ __all__ = ["Saving", "save_checkpoint", "wait_for_save"]
 
 logger = logging.getLogger(__name__)
 
-FORMAT, VERSION = "zeroshard", 1
-
 
 class Saving:
     """A checkpoint that has been written, or is being written in the background.
 
     Attributes:
-        path: where it is, or will be.
+        path: where it is, or will be if nothing else has that name by then.
     """
 
     def __init__(self, path: Path) -> None:
@@ -143,7 +142,7 @@ def save_checkpoint(
             what=what,
         )
         if blocking:
-            job.run()
+            saving.path = job.run()
     if not blocking:
         _in_background(job, saving)
         _under_way[ranks] = saving
@@ -181,24 +180,27 @@ class _Job:
     keep: int | None
     what: str
 
-    def run(self) -> None:
-        """Write the files, and let the checkpoint appear."""
-        ranks = self.ranks
+    def run(self) -> Path:
+        """Write the files, and let the checkpoint appear; where it is."""
+        ranks, final = self.ranks, None
         with in_agreement(ranks, self.what, CheckpointError):
             items = write_files(self.folder, self.content.values, self.content.aliases, ranks)
         every = ranks.all_gather_object(items, op=Op(self.what))
         with in_agreement(ranks, self.what, CheckpointError):
             if ranks.is_first:
-                publish(self.folder, self.about, [item for items in every for item in items])
+                found = [item for items in every for item in items]
+                final = publish(self.folder, self.about, found)
                 if self.keep is not None:
                     keep_newest(self.folder.parent, self.keep)
+        path: Path = ranks.from_first(final, op=Op(self.what))
+        return path
 
 
 def _in_background(job: _Job, saving: Saving) -> None:
     def work() -> None:
         try:
             with _removed_on_error(job.folder, job.ranks):
-                job.run()
+                saving.path = job.run()
         except BaseException as error:
             saving._error = error
             logger.error("%s failed: %s", job.what, error)
@@ -208,19 +210,16 @@ def _in_background(job: _Job, saving: Saving) -> None:
     saving._thread.start()
 
 
-class _removed_on_error:
+@contextmanager
+def _removed_on_error(folder: Path, ranks: HostRanks) -> Iterator[None]:
     """Leave nothing behind of a checkpoint that was not completed."""
-
-    def __init__(self, folder: Path, ranks: HostRanks) -> None:
-        self.folder, self.ranks = folder, ranks
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is not None and self.ranks.is_first:
+    try:
+        yield
+    except BaseException:
+        if ranks.is_first:
             with suppress(OSError):
-                shutil.rmtree(self.folder)
+                shutil.rmtree(folder)
+        raise
 
 
 def _check(model: nn.Module, optimizer: AdamW, step: int | None, keep: int | None) -> None:
@@ -229,15 +228,7 @@ def _check(model: nn.Module, optimizer: AdamW, step: int | None, keep: int | Non
     engine.check_can_step("save_checkpoint")
     engine.sharding.check_unpinned("save_checkpoint")
     names_of(model, optimizer)
-    others = [other for other in engines_of(model.parameters()) if other is not engine]
-    if others:
-        (name, _), *_ = (
-            (name, p) for name, p in model.named_parameters() if p in others[0].parameters.places
-        )
-        raise ConfigError(
-            f"{name!r} is in another zeroshard optimizer: save each optimizer in a folder of its "
-            "own, with the module that it trains"
-        )
+    check_is_only_one(model, engine)
     engine.parameters.check_values(engine.parameters.places)
     on_meta = [
         name
@@ -251,6 +242,19 @@ def _check(model: nn.Module, optimizer: AdamW, step: int | None, keep: int | Non
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ConfigError(
             f"keep must be a number of checkpoints, at least 1, or None, got {keep!r}"
+        )
+
+
+def check_is_only_one(model: nn.Module, engine: Engine) -> None:
+    """Raise if another zeroshard optimizer has parameters of the model."""
+    others = [other for other in engines_of(model.parameters()) if other is not engine]
+    if others:
+        (name, _), *_ = (
+            (name, p) for name, p in model.named_parameters() if p in others[0].parameters.places
+        )
+        raise ConfigError(
+            f"{name!r} is in another zeroshard optimizer: save each optimizer in a folder of its "
+            "own, with the module that it trains"
         )
 
 
@@ -270,8 +274,6 @@ def _about(model: nn.Module, content: Content, folder: Path, ranks: HostRanks) -
         shutil.rmtree(folder / "hf", ignore_errors=True)
         logger.warning("the checkpoint has no config of the model in it: %s", error)
     return {
-        "format": FORMAT,
-        "version": VERSION,
         "num_ranks": ranks.size,
         "torch": torch.__version__,
         "tied": content.tied,

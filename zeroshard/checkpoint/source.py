@@ -14,21 +14,14 @@ import torch
 from torch import Tensor
 
 from ..boxes import row_major
+from ..state import SAVED_KEYS
 
 __all__ = ["FIELDS", "PerRank", "Source", "Stored"]
 
 # What a source may hold of a trained parameter beside its weight. "master" is its fp32 values;
 # "remainder" (int16) their lower halves, of which the bfloat16 weight is the upper; scales, [ceil(n
 # / 256)] fp32, are those of 8-bit moments in storage order; "step" is [] fp32.
-FIELDS = (
-    "step",
-    "exp_avg",
-    "exp_avg_sq",
-    "exp_avg_scale",
-    "exp_avg_sq_scale",
-    "master",
-    "remainder",
-)
+FIELDS = SAVED_KEYS
 
 
 class PerRank(list[Any]):

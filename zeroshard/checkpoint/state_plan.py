@@ -3,6 +3,7 @@
 Checks everything first, and changes nothing until `load`.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from .names import named_groups, names_of
 from .source import Source, Stored
 
 __all__ = ["Request", "StatePlan"]
+
+logger = logging.getLogger(__name__)
 
 
 class Request(NamedTuple):
@@ -121,25 +124,39 @@ class StatePlan:
             weights: by slot, what the parameters themselves are read from, with their masters. None
                 leaves the parameters, which have their values already.
         """
+        new = [self.names[slot] for slot, fields in self.fields.items() if not fields]
+        if new and self.engine.transport.is_first:
+            logger.info(
+                "%s has no state of %d parameters, like %r, which start with none",
+                self.source.path,
+                len(new),
+                new[0],
+            )
         for slot, fields in self.fields.items():
             self.engine.masters.forget_loaded(slot)
             step = fields["step"].read() if "step" in fields else torch.zeros(())
             self.engine.counters.views[slot].copy_(step.reshape(()).float())
             weight = None if weights is None else weights[slot]
-            self._load_slot(slot, fields, weight)
-            for stored in (*fields.values(), *(() if weight is None else (weight,))):
-                stored.forget()
+            self._load_values(slot, fields, weight)
+            for name in MOMENT_NAMES:  # one after the other: what is read is kept until forget()
+                for piece, _, state in self._pieces(slot):
+                    piece.set_moment(name, fields, state)
+                for stored in fields.values():
+                    stored.forget()
         self.optimizer.shown_state.show_all(self.optimizer.state)
         for group, saved in zip(self.optimizer.param_groups, self.groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         self.optimizer._consolidated.clear()
 
-    def _load_slot(self, slot: int, fields: Mapping[str, Stored], weight: Stored | None) -> None:
-        engine = self.engine
-        stride = engine.gradients.shards.slices[slot].stride
-        fmt = engine.formats[engine.layout.slots[slot].arena]
-        for start, numel, parameter, state in parts_of(engine, slot):
-            piece = _Piece(stride, start, numel, parameter.device)
+    def _pieces(self, slot: int) -> Iterator[tuple["_Piece", Tensor, dict[str, Tensor]]]:
+        """Each range of this rank's slice, with its parameter and state."""
+        stride = self.engine.gradients.shards.slices[slot].stride
+        for start, numel, parameter, state in parts_of(self.engine, slot):
+            yield _Piece(stride, start, numel, parameter.device), parameter, state
+
+    def _load_values(self, slot: int, fields: Mapping[str, Stored], weight: Stored | None) -> None:
+        fmt = self.engine.formats[self.engine.layout.slots[slot].arena]
+        for piece, parameter, state in self._pieces(slot):
             if weight is not None:
                 values = piece.exact(weight, fields)
                 parameter.copy_(values)
@@ -148,8 +165,8 @@ class StatePlan:
                 _set_remainder(piece.read(fields["remainder"]), parameter, state)
             elif "master" in fields:
                 restore_master(piece.read(fields["master"]), parameter, state)
-            for name in MOMENT_NAMES:
-                piece.set_moment(name, fields, state)
+        for stored in (*fields.values(), *(() if weight is None else (weight,))):
+            stored.forget()
 
 
 class _Piece(NamedTuple):

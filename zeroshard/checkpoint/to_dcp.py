@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from ..boxes import Box, block, split
+from ..boxes import Box, block, row_major, split
 from ..chunks import Chunks
 from ..transport import HostRanks
 from .dcp_writing import write_files
 from .decoded import groups_of, ordered_of, others_of, state_of
-from .pieces import Ordered, Pieces, row_major
+from .pieces import Ordered, Pieces
 from .source import Source, Stored
 
 __all__ = ["write_dcp"]

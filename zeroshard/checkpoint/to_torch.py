@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..boxes import row_major
 from ..errors import CheckpointError
 from .decoded import groups_of, ordered_of, others_of, state_of
-from .pieces import Ordered, Pieces, row_major
+from .pieces import Ordered, Pieces
 from .source import Source, Stored
 from .torch_files import TensorInMemory
 

@@ -35,6 +35,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint.json"
+FORMAT, VERSION = "zeroshard", 1
 CHECKSUMS = "checksums.json"
 LATEST = "latest"
 NAME = re.compile(r"step-(\d{12,})(-\d+)?")
@@ -70,9 +71,9 @@ def prepare(root: Path, step: int) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     for left in [*root.glob(f".step-*{UNFINISHED}"), *root.glob(f".step-*{REMOVED}")]:
         _delete(left)
-    name, number = f"step-{step:012d}", 2
+    name, number = _name_of(step), 2
     while (root / name).exists():  # an earlier one of this step, which stays until this is whole
-        name, number = f"step-{step:012d}-{number}", number + 1
+        name, number = f"{_name_of(step)}-{number}", number + 1
     unfinished = root / f".{name}{UNFINISHED}"
     unfinished.mkdir()
     return unfinished
@@ -105,6 +106,8 @@ def publish(unfinished: Path, manifest: dict[str, Any], items: list[Item]) -> Pa
     text = _text_of(sums)
     _write(unfinished / CHECKSUMS, text)
     content = {
+        "format": FORMAT,
+        "version": VERSION,
         **manifest,
         "serial": 1 + max(_serials(root), default=0),
         "files": {**sizes, CHECKSUMS: len(text)},
@@ -123,12 +126,42 @@ def publish(unfinished: Path, manifest: dict[str, Any], items: list[Item]) -> Pa
         pointer.unlink(missing_ok=True)
         raise
     _sync(root)
-    pointer.replace(root / LATEST)
-    _sync(root)
+    _point_to(root, pointer)
     for path in _usable(root):
         if path != final and _step_of(path) == _step_of(final):
             _remove(path)
-    return final
+    return _with_plain_name(final, pointer)
+
+
+def _point_to(root: Path, pointer: Path) -> None:
+    """Let `latest` be `pointer`, unless what has that name is not ours: nothing here reads it."""
+    latest = root / LATEST
+    try:
+        said = latest.read_text().strip() if latest.exists() else ""
+        if not said or NAME.fullmatch(said):
+            pointer.replace(latest)
+            _sync(root)
+            return
+        logger.warning("%s says %r, which is not of ours, and stays as it is", latest, said[:40])
+    except (OSError, ValueError) as error:
+        logger.warning("%s stays as it is: %s", latest, error)
+    pointer.unlink(missing_ok=True)
+
+
+def _with_plain_name(final: Path, pointer: Path) -> Path:
+    """Give the second checkpoint of a step the name of the first, which is gone."""
+    plain = final.with_name(_name_of(_step_of(final) or 0))
+    if plain == final or plain.exists():
+        return final
+    final.rename(plain)
+    _sync(plain.parent)
+    _write(pointer, f"{plain.name}\n")
+    _point_to(plain.parent, pointer)
+    return plain
+
+
+def _name_of(step: int) -> str:
+    return f"step-{step:012d}"
 
 
 def keep_newest(root: Path, number: int) -> None:
@@ -193,11 +226,11 @@ def _usable(root: Path) -> list[Path]:
 def _sorted_out(candidates: Iterable[Path]) -> tuple[list[Path], list[Damage]]:
     damages, whole = [], []
     for candidate in candidates:
-        damage = _look_at(candidate)
-        if damage is None:
-            whole.append((read_manifest(candidate)["serial"], candidate))
+        found = _look_at(candidate)
+        if isinstance(found, Damage):
+            damages.append(found)
         else:
-            damages.append(damage)
+            whole.append((found["serial"], candidate))
     return [candidate for _, candidate in sorted(whole, reverse=True)], damages
 
 
@@ -214,10 +247,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
         is_sound = zlib.crc32(_text_of(content).encode()) == said["crc32"]
         serial, files = content["serial"], content["files"]
         is_sound &= isinstance(serial, int) and isinstance(files, dict)
+        kind = (content["format"], content["version"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error!r}") from error
     if not is_sound:
         raise CheckpointError(f"{file} is damaged: its checksum does not fit")
+    if kind != (FORMAT, VERSION):
+        raise CheckpointError(
+            f"{file} is of format {kind[0]!r}, version {kind[1]!r}, and this reads {FORMAT!r}, "
+            f"version {VERSION}: use the zeroshard that wrote it, or a newer one"
+        )
     manifest: dict[str, Any] = content
     return manifest
 
@@ -272,21 +311,21 @@ def checksum(file: Path, offset: int, length: int) -> int:
     return crc
 
 
-def _look_at(path: Path) -> Damage | None:
-    """What is wrong with a checkpoint, as far as names and sizes of files tell."""
+def _look_at(path: Path) -> Damage | dict[str, Any]:
+    """What a checkpoint says about itself, or what is wrong with its files' names and sizes."""
     if path.name.endswith(UNFINISHED):
         return Damage(path, "was not written to the end", was_whole=False)
     try:
-        files = read_manifest(path)["files"]
+        manifest = read_manifest(path)
     except CheckpointError as error:
         return Damage(path, f"cannot be used: {error}")
-    for name, nbytes in files.items():
+    for name, nbytes in manifest["files"].items():
         file = path / name
         if not file.is_file():
             return Damage(file, "is missing")
         if file.stat().st_size != nbytes:
             return Damage(file, f"has {file.stat().st_size} bytes, and was written with {nbytes}")
-    return None
+    return manifest
 
 
 def _step_of(path: Path) -> int | None:

@@ -34,7 +34,8 @@ class HostRanks:
                 members,
                 backend="gloo",
                 timeout=backend.options._timeout,
-                use_local_synchronization=True,
+                # Else it would need every process of the job.
+                use_local_synchronization=self.size < dist.get_world_size(),
             )
             in_group = dist.get_process_group_ranks(self.group)
             self._order = [in_group.index(member) for member in members]
