@@ -190,7 +190,10 @@ def train(
     kept |= {"batches": batches, "run": run}
     folder, keep = options.checkpoint_dir, options.keep
     if folder is not None:
-        zeroshard.load_checkpoint(folder, **kept, missing_ok=True)
+        try:
+            zeroshard.load_checkpoint(folder, **kept, missing_ok=True)
+        except zeroshard.errors.CheckpointError as error:  # on every rank
+            sys.exit(f"finetune.py: {error}" if world.rank == 0 else 1)
     tokens = windows_per_step * options.seq * world.size
     with report.progress(run, tokens, shown=world.rank == 0) as show:
         for step in range(len(run.losses) + 1, options.steps + 1):

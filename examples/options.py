@@ -111,6 +111,8 @@ def problem_of(options: Options) -> str | None:
         return "--sample must not be negative, and --prompt not empty"
     if options.checkpoint_dir is not None and 0 in options.stages:
         return "--checkpoint-dir is for one run of stage 1, 2 or 3, not of stage 0 or --compare"
+    if options.checkpoint_dir is not None and options.checkpoint_dir.is_file():
+        return f"--checkpoint-dir: {options.checkpoint_dir} is a file"
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if options.global_batch is not None:
         if options.accumulate > 1:

@@ -121,6 +121,49 @@ def test_adam_with_decay_in_its_gradients_is_refused(tmp_path):
         loaded(tmp_path)
 
 
+def test_radam_is_refused(tmp_path):
+    save(states(*trained(Named(), torch.optim.RAdam)), checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointError, match="not AdamW's"):
+        loaded(tmp_path)
+
+
+def test_state_that_lacks_a_moment_is_refused(tmp_path):
+    """As Lion's."""
+    said = states(*trained(Named()))
+    for entry in said["optimizer"]["state"].values():
+        del entry["exp_avg_sq"]
+    save(said, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointError, match="has no exp_avg_sq, which AdamW's has"):
+        loaded(tmp_path)
+
+
+def test_steps_that_are_counted_in_the_param_group_are_taken(tmp_path):
+    """As apex's FusedAdam does."""
+    model, optimizer = trained(Named())
+    said = states(model, optimizer)
+    for name, entry in said["optimizer"]["state"].items():
+        said["optimizer"]["state"][name] = {k: v for k, v in entry.items() if k != "step"}
+    said["optimizer"]["param_groups"][0]["step"] = 2
+    save(said, checkpoint_id=tmp_path)
+    check(tmp_path, model, optimizer)
+    assert "step" not in loaded(tmp_path)[1].param_groups[0]
+
+
+def test_what_came_from_adam_without_decay_can_be_saved_and_loaded_with_decay(tmp_path):
+    save(states(*trained(Named(), torch.optim.Adam)), checkpoint_id=tmp_path / "adam")
+    model, optimizer, _ = loaded(tmp_path / "adam")
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    zeroshard.save_checkpoint(tmp_path / "ours", model, optimizer)
+    zeroshard.load_checkpoint(tmp_path / "ours", model, optimizer)
+
+
+def test_a_folder_with_a_name_of_ours_is_what_is_in_it(tmp_path):
+    model, optimizer = trained(Named())
+    path = tmp_path / "step-000000000300"
+    save(states(model, optimizer), checkpoint_id=path)
+    check(path, model, optimizer)
+
+
 def test_a_first_save_that_was_killed_does_not_hide_the_folder_that_training_began_from(tmp_path):
     model, optimizer = trained(Named())
     save(states(model, optimizer), checkpoint_id=tmp_path)

@@ -1,4 +1,4 @@
-"""Gradients in a checkpoint: those that wait for a step are kept, those that one has used are not."""
+"""Gradients in a checkpoint: those that wait for a step are kept, those that one used are not."""
 
 import pytest
 import torch

@@ -37,7 +37,7 @@ def test_the_optimizer_of_another_model_is_kept_by_number_at_any_number_of_ranks
 
     def loaded(rank, world_size):
         model, optimizer = build(3, seed=9)
-        other_model, other = build(2, seed=8)
+        _model, other = build(2, seed=8)
         zeroshard.load_checkpoint(tmp_path, model, optimizer, other=other)
         return state_bits(other)
 
@@ -237,10 +237,21 @@ def test_a_later_version_of_the_format_is_not_guessed_at(tmp_path):
 
     def load(rank, world_size):
         model, optimizer = build(1)
-        with pytest.raises(CheckpointError, match="version 2, and this reads .*version 1"):
+        with pytest.raises(CheckpointError, match=r"version 2, and this reads .*version 1"):
             zeroshard.load_checkpoint(tmp_path, model, optimizer)
 
     run(load)
+
+
+def test_a_file_is_no_folder_to_begin_in(tmp_path):
+    (tmp_path / "log").write_text("text")
+
+    def body(rank, world_size):
+        model, optimizer = build(1)
+        with pytest.raises(CheckpointError, match="there is a file of another kind"):
+            zeroshard.load_checkpoint(tmp_path / "log", model, optimizer, missing_ok=True)
+
+    run(body)
 
 
 def test_a_path_that_does_not_exist_is_missing(tmp_path):

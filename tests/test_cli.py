@@ -98,12 +98,12 @@ def test_wrong_usage_is_exit_2(arguments, capsys):
     assert "usage: zeroshard" in capsys.readouterr().err
 
 
-def test_an_interruption_is_one_line_and_exit_1(checkpoint, tmp_path, capsys, monkeypatch):
+def test_an_interruption_is_one_line_and_exit_130(checkpoint, tmp_path, capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "convert", interrupted)
-    assert run("convert", checkpoint, tmp_path / "out", "--to", "dcp") == 1
+    assert run("convert", checkpoint, tmp_path / "out", "--to", "dcp") == 130
     assert capsys.readouterr().err == "zeroshard convert: interrupted\n"
 
 

@@ -54,11 +54,6 @@ class Chunks:
                 found += split(box, self.stride, most)
         return found
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements in all ranges."""
-        return sum(numel for _, numel, _ in self.ranges) * self.flat.element_size()
-
     def on_host(self) -> "Chunks":
         """A copy of the elements, and no others, in host memory."""
         total = sum(numel for _, numel, _ in self.ranges)

@@ -26,18 +26,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of it; None: those of the process.
 
     Returns:
-        0, or 1 where it failed, with a line on stderr that says why.
+        0, 1 where it failed, with a line on stderr that says why, or 130 after Ctrl-C.
     """
     chosen = _parser().parse_args(arguments)
     try:
         chosen.run(chosen)
-    except ZeroShardError as error:
+    except (ZeroShardError, OSError) as error:
         said = " ".join(str(error).split()).replace("overwrite=True", "--overwrite")
         print(f"zeroshard {chosen.command}: {said}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"zeroshard {chosen.command}: interrupted", file=sys.stderr)
-        return 1
+        return 130
     return 0
 
 

@@ -69,12 +69,13 @@ class Content:
         Values that are the same on all ranks are written once, others by each; slices by all.
         torch.distributed.checkpoint takes dictionaries apart, and tuples as they are.
         """
-        mine = (self.digests, self.random_states)
-        answers = ranks.all_gather_object(mine, op=Op("save_checkpoint"))
+        op = Op("save_checkpoint")
+        answers = ranks.all_gather_object(self.digests, op=op)
+        states = ranks.to_first(self.random_states, op=op)
         if ranks.is_first:
-            self.values["rng"] = ([states for _, states in answers],)
+            self.values["rng"] = (states,)
         for name, value in self.extra.items():
-            if len({theirs.get(name) for theirs, _ in answers}) > 1:
+            if len({theirs.get(name) for theirs in answers}) > 1:
                 by_rank = self.values.setdefault("extra_by_rank", {}).setdefault(name, {})
                 by_rank[str(ranks.rank)] = (value,)
             elif ranks.is_first and name == "scheduler":

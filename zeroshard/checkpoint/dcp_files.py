@@ -5,7 +5,6 @@ anything of it is used.
 """
 
 import bisect
-import ctypes
 import io
 from collections.abc import Iterator
 from math import prod
@@ -26,11 +25,10 @@ from ..boxes import Box, block, boxes_of
 from ..errors import CheckpointError
 from ..folders import METADATA, as_asked, opened
 from .source import Stored
+from .trimming import Trimmer
 from .versions import MANIFEST, Item, check_item, read_checksums, read_manifest
 
 __all__ = ["DcpFolder", "StoredChunks"]
-
-TRIM_NBYTES = 2 * 2**20
 
 
 class DcpFolder:
@@ -58,9 +56,7 @@ class DcpFolder:
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self._sound: set[tuple[str, int]] = set()
         self._last: dict[str, tuple[int, Tensor]] = {}  # by key: the chunk that was read last
-        # What is freed in chunks of many sizes stays with the C library otherwise: 70 MiB.
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
-        self._untrimmed = 0  # bytes read since
+        self._trimmer = Trimmer()
 
     def check(self, index: MetadataIndex) -> None:
         """Compare what is stored under an index with its checksum, once.
@@ -84,10 +80,7 @@ class DcpFolder:
             chunk = self.entry(key).chunks[number]
             self._last.pop(key, None)
             value = self._read(key, MetadataIndex(key, chunk.offsets, number), chunk)
-            self._untrimmed += value.nbytes
-            if self._untrimmed >= TRIM_NBYTES:
-                self._trim(0)
-                self._untrimmed = 0
+            self._trimmer.count(value.nbytes)
             self._last[key] = (number, value)
         return self._last[key][1]
 

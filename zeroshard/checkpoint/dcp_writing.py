@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -50,8 +50,9 @@ def write_files(
         What this rank wrote, with its checksums, as read again.
     """
     writer = _Writer(folder, aliases)
-    with as_asked(folder, alone=ranks.group is None):
-        save(
+    with as_asked(folder, alone=False):
+        # Not save(), whose warning that it works alone a thread cannot switch off for itself.
+        _save_state_dict(
             content,
             storage_writer=writer,
             planner=_Planner(),

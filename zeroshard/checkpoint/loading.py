@@ -138,7 +138,8 @@ def _choose(path: Path, ranks: HostRanks, missing_ok: bool) -> list[Path]:
                 raise CheckpointError(
                     f"{path} has no whole checkpoint: " + "; ".join(map(str, damages))
                 )
-            if not found and (is_checkpoint(path) or not missing_ok):
+            is_other = path.exists() and not path.is_dir()  # which nothing can be saved to
+            if not found and (is_checkpoint(path) or is_other or not missing_ok):
                 found = [path]  # of another system; or opening it says what is there instead
     chosen: list[Path] = ranks.from_first(found, op=Op(what))
     return chosen

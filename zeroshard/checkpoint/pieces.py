@@ -1,6 +1,5 @@
 """Tensors of a checkpoint by pieces, with an account of how far it is."""
 
-import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -9,12 +8,12 @@ from torch import Tensor
 
 from ..boxes import row_major
 from .source import Stored
+from .trimming import Trimmer
 
 __all__ = ["PIECE_NUMEL", "Ordered", "Pieces"]
 
 # Whole blocks of 8-bit moments. Decoding these takes some 40 bytes for each element meanwhile.
 PIECE_NUMEL = 2**19
-TRIM_NBYTES = 4 * 2**20  # after how many bytes the C library is told to give memory back
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +37,7 @@ class Pieces:
     def __init__(self, on_progress: Callable[[int, int], object] | None = None) -> None:
         self.on_progress = on_progress
         self.done = self.total = 0
-        self._trimmed = 0  # `done` at that time
-        # What was freed in pieces of changing sizes would stay with the C library: some 50 MiB.
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
+        self._trimmer = Trimmer()
 
     def expect(self, stored: Iterable[Stored]) -> None:
         """Say what will be read."""
@@ -70,9 +67,7 @@ class Pieces:
         if start + numel == stored.numel:
             stored.forget()
         self.done += piece.nbytes
-        if self.done - self._trimmed >= TRIM_NBYTES:
-            self._trimmed = self.done
-            self._trim(0)
+        self._trimmer.count(piece.nbytes)
         if self.on_progress is not None:
             self.on_progress(self.done, self.total)
         return piece

@@ -185,7 +185,7 @@ class _Job:
         ranks, final = self.ranks, None
         with in_agreement(ranks, self.what, CheckpointError):
             items = write_files(self.folder, self.content.values, self.content.aliases, ranks)
-        every = ranks.all_gather_object(items, op=Op(self.what))
+        every = ranks.to_first(items, op=Op(self.what))
         with in_agreement(ranks, self.what, CheckpointError):
             if ranks.is_first:
                 found = [item for items in every for item in items]

@@ -92,6 +92,10 @@ class StatePlan:
             wanted = slices.per_block(BLOCK).shape if field.endswith("_scale") else slices.shape
             if stored.shape != wanted:
                 yield f"{field} of {name!r} has shape {stored.shape}, it must be {wanted}"
+        needed = {"step", *MOMENT_NAMES}
+        if fields and not needed <= {*fields, *self._options_of(slot)}:
+            lacking = ", ".join(sorted(needed - fields.keys()))
+            yield f"the state of {name!r} has no {lacking}, which AdamW's has"
         for moment in MOMENT_NAMES:
             if moment in fields and _is_codes(fields[moment]):
                 if f"{moment}_scale" not in fields:
@@ -103,6 +107,17 @@ class StatePlan:
                         f"{saved}, which are {slices.stride} in the model: use the memory format "
                         "that it was saved with"
                     )
+
+    def _options_of(self, slot: int) -> dict[str, Any]:
+        """The saved options of a parameter's group; some optimizers count steps there."""
+        return next(g for g in self.groups if self.names[slot] in g["params"])
+
+    def _step_of(self, slot: int, fields: Mapping[str, Stored]) -> Tensor:
+        """[] fp32."""
+        if "step" in fields:
+            return fields["step"].read().reshape(()).float()
+        counted = self._options_of(slot).get("step", 0) if fields else 0
+        return torch.tensor(float(counted))
 
     def requests(self) -> Iterator[Request]:
         """What this rank will read."""
@@ -134,8 +149,7 @@ class StatePlan:
             )
         for slot, fields in self.fields.items():
             self.engine.masters.forget_loaded(slot)
-            step = fields["step"].read() if "step" in fields else torch.zeros(())
-            self.engine.counters.views[slot].copy_(step.reshape(()).float())
+            self.engine.counters.views[slot].copy_(self._step_of(slot, fields))
             weight = None if weights is None else weights[slot]
             self._load_values(slot, fields, weight)
             for name in MOMENT_NAMES:  # one after the other: what is read is kept until forget()
@@ -145,7 +159,9 @@ class StatePlan:
                     stored.forget()
         self.optimizer.shown_state.show_all(self.optimizer.state)
         for group, saved in zip(self.optimizer.param_groups, self.groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update(
+                {key: value for key, value in saved.items() if key not in ("params", "step")}
+            )
         self.optimizer._consolidated.clear()
 
     def _pieces(self, slot: int) -> Iterator[tuple["_Piece", Tensor, dict[str, Tensor]]]:
@@ -249,7 +265,7 @@ def _fitting_groups(
             "load_weights, or with the model's own load_state_dict"
         )
     if source.groups_are_by_name:
-        saved = [_options_of(group, saved, source) for group in ours]
+        saved = [_options_by_name(group, saved, source) for group in ours]
     for number in range(max(len(ours), len(saved))):
         mine = set(ours[number]["params"]) if number < len(ours) else set()
         other = set(saved[number]["params"]) if number < len(saved) else set()
@@ -266,15 +282,26 @@ def _fitting_groups(
         )
     for group, options in zip(ours, saved, strict=True):
         check_group({**group, **options})
-        if options.get("decoupled_weight_decay", True) is not True and options["weight_decay"]:
-            raise CheckpointError(
-                f"{source.what}, {source.path}, is of Adam, which adds weight decay to gradients; "
-                "AdamW does not"
-            )
+        _check_is_adamw(options, source)
+        if "decoupled_weight_decay" in options:
+            options["decoupled_weight_decay"] = True  # as it is from now on
     return saved
 
 
-def _options_of(
+def _check_is_adamw(options: Mapping[str, Any], source: Source) -> None:
+    """Raise where a group's options tell of another optimizer with the same state."""
+    said = f"{source.what}, {source.path}, is of"
+    if options.get("decoupled_weight_decay", True) is not True and options["weight_decay"]:
+        raise CheckpointError(f"{said} Adam, which adds weight decay to gradients; AdamW does not")
+    is_of_torch = "decoupled_weight_decay" in options
+    if options and ("eps" not in options or (is_of_torch and "amsgrad" not in options)):
+        raise CheckpointError(
+            f"{said} an optimizer with the options {', '.join(sorted(options))}, which are not "
+            "AdamW's: load the weights alone"
+        )
+
+
+def _options_by_name(
     group: dict[str, Any], saved: list[dict[str, Any]], source: Source
 ) -> dict[str, Any]:
     """Options that were saved for each parameter, which must be the same for all of a group."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..boxes import Box, block, row_major, split
-from ..chunks import Chunks
+from ..chunks import CHUNK_NBYTES, Chunks
 from ..transport import HostRanks
 from .dcp_writing import write_files
 from .decoded import groups_of, ordered_of, others_of, state_of
@@ -18,8 +18,6 @@ from .pieces import Ordered, Pieces
 from .source import Source, Stored
 
 __all__ = ["write_dcp"]
-
-CHUNK_NBYTES = 4 * 2**20  # of which torch has several copies while it writes one
 
 
 def write_dcp(path: Path, source: Source, weights: dict[str, Stored], reading: Pieces) -> None:
@@ -52,6 +50,8 @@ def _lazily(value: Any, reading: Pieces) -> Any:
     """The same, with tensors that are read when they are written."""
     if isinstance(value, dict):
         return {key: _lazily(entry, reading) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_lazily(entry, reading) for entry in value)
     if isinstance(value, Stored):
         value = Ordered(value, row_major(value.shape))
     if not isinstance(value, Ordered):

@@ -12,7 +12,7 @@ from ..errors import CheckpointError
 from ..weight_files import WEIGHTS_NAME, Entry, WeightFolder
 from .pieces import Pieces
 from .source import Source, Stored
-from .versions import MANIFEST, read_manifest
+from .versions import MANIFEST, check_item, read_checksums, read_manifest
 
 __all__ = ["write_safetensors"]
 
@@ -55,8 +55,12 @@ def write_safetensors(
         finally:
             writer.close()
         writer.finish()
+        sums = read_checksums(source.path) if (source.path / MANIFEST).is_file() else {}
         for config in sorted((source.path / HUB / folder.name).glob("*")):
             if config.is_file():
+                name = config.relative_to(source.path).as_posix()
+                if (name, 0) in sums:
+                    check_item(source.path, sums[name, 0])
                 _copy_config(config, place / config.name, dtype)
 
 

@@ -153,9 +153,15 @@ def _with_plain_name(final: Path, pointer: Path) -> Path:
     plain = final.with_name(_name_of(_step_of(final) or 0))
     if plain == final or plain.exists():
         return final
-    final.rename(plain)
+    try:
+        _write(pointer, f"{plain.name}\n")
+        final.rename(plain)
+    except OSError as error:  # it is whole under this name too
+        logger.warning("%s keeps its name: %s", final, error)
+        with suppress(OSError):
+            pointer.unlink(missing_ok=True)
+        return final
     _sync(plain.parent)
-    _write(pointer, f"{plain.name}\n")
     _point_to(plain.parent, pointer)
     return plain
 
@@ -214,7 +220,9 @@ def find(path: Path) -> tuple[list[Path], list[Damage]]:
 
     `path` may be one of them too.
     """
-    alone = (path / MANIFEST).exists() or NAME.fullmatch(path.name)
+    is_ours = any((path / name).exists() for name in (MANIFEST, CHECKSUMS))
+    is_dcp = (path / ".metadata").exists()
+    alone = is_ours or (NAME.fullmatch(path.name) and not is_dcp)
     return _sorted_out([path] if alone else _children(path))
 
 

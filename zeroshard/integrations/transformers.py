@@ -189,6 +189,12 @@ class ZeroShardTrainer(Trainer):
             state.unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Wait for each process's: what says that the checkpoint is whole is written after it."""
+        transport = engines_of(self.model.parameters())[0].transport
+        with in_agreement(transport, "saving random states"):
+            super()._save_rng_state(output_dir)
+
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:

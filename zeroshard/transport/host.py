@@ -38,6 +38,7 @@ class HostRanks:
                 use_local_synchronization=self.size < dist.get_world_size(),
             )
             in_group = dist.get_process_group_ranks(self.group)
+            self._first = members[0]
             self._order = [in_group.index(member) for member in members]
 
     @property
@@ -53,6 +54,15 @@ class HostRanks:
         with named(op):
             dist.all_gather_object(items, item, self.group)
         return [items[place] for place in self._order]
+
+    def to_first(self, item: object, *, op: Op) -> list[Any]:
+        """Every rank's `item` (picklable), by rank, on the first rank; on the others nothing."""
+        if self.group is None:
+            return [item]
+        items: list[Any] | None = [None] * self.size if self.is_first else None
+        with named(op):
+            dist.gather_object(item, items, self._first, self.group)
+        return [] if items is None else [items[place] for place in self._order]
 
     def from_first(self, item: Any, *, op: Op) -> Any:
         """The first rank's `item`, on every rank."""
