@@ -93,7 +93,8 @@ class StatePlan:
             if stored.shape != wanted:
                 yield f"{field} of {name!r} has shape {stored.shape}, it must be {wanted}"
         needed = {"step", *MOMENT_NAMES}
-        if fields and not needed <= {*fields, *self._options_of(slot)}:
+        has_moments = not fields.keys().isdisjoint(MOMENT_NAMES)
+        if has_moments and not needed <= {*fields, *self._options_of(slot)}:
             lacking = ", ".join(sorted(needed - fields.keys()))
             yield f"the state of {name!r} has no {lacking}, which AdamW's has"
         for moment in MOMENT_NAMES:
@@ -110,7 +111,7 @@ class StatePlan:
 
     def _options_of(self, slot: int) -> dict[str, Any]:
         """The saved options of a parameter's group; some optimizers count steps there."""
-        return next(g for g in self.groups if self.names[slot] in g["params"])
+        return next((group for group in self.groups if self.names[slot] in group["params"]), {})
 
     def _step_of(self, slot: int, fields: Mapping[str, Stored]) -> Tensor:
         """[] fp32."""
