@@ -1,5 +1,6 @@
 """Settings that every test relies on; they must be made before torch is imported."""
 
+import gc
 import os
 
 # Ranks are forks of this process, so it must not own threads: one for OpenMP and BLAS each.
@@ -12,6 +13,13 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_stays():
+    """Optimizers made in this process live in cycles, and every later fork would inherit them."""
+    yield
+    gc.collect()
 
 
 def pytest_collection_modifyitems(items):

@@ -291,7 +291,8 @@ def test_memory_and_the_end_of_a_process_that_is_saving(ending, tmp_path):
             copied = part if name == "background" else 0
             assert part > 90
             assert copied - 16 < peak < copied + 64, f"{name}: {peak} MiB for {part}"
-            assert after < 16, f"{name}: {after} MiB stay"
+            # Once, and not again at the next save, the C library keeps some of what a thread used.
+            assert after < 32, f"{name}: {after} MiB stay"
     found = entries(tmp_path / "last")
     if ending == "nothing":
         assert found == ["latest", "step-000000000005"]

@@ -28,6 +28,7 @@ from ..wrappers import unwrap
 from .content import Content, content_of, names_in
 from .dcp_writing import write_files
 from .names import names_of, unwrapped
+from .trimming import trim
 from .versions import final_path, keep_newest, prepare, publish
 
 __all__ = ["Saving", "save_checkpoint", "wait_for_save"]
@@ -55,6 +56,8 @@ class Saving:
         """
         if self._thread is not None:
             self._thread.join()
+            self._thread = None
+            trim()  # of the copy
         if self._error is not None:
             error, self._error = self._error, None  # told once
             raise error

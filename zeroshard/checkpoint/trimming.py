@@ -2,9 +2,14 @@
 
 import ctypes
 
-__all__ = ["Trimmer"]
+__all__ = ["Trimmer", "trim"]
 
 TRIM_NBYTES = 2 * 2**20
+
+
+def trim() -> None:
+    """Tell the C library to give back what was freed."""
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
 
 class Trimmer:
@@ -14,12 +19,11 @@ class Trimmer:
     """
 
     def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
         self._nbytes = 0  # since the last time
 
     def count(self, nbytes: int) -> None:
         """So many bytes more were read."""
         self._nbytes += nbytes
         if self._nbytes >= TRIM_NBYTES:
-            self._trim(0)
+            trim()
             self._nbytes = 0
