@@ -3,6 +3,8 @@
 It may be used from another thread than the training's, since nothing else goes over it.
 """
 
+import atexit
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -70,6 +72,20 @@ class HostRanks:
 
 
 _known: dict[tuple[int, ...], tuple[Any, HostRanks]] = {}
+
+
+@atexit.register
+def _end() -> None:
+    """Join the threads of our communicators while there is an interpreter that they may ask for.
+
+    Else a process that ends just after the last operation is sometimes aborted.
+    """
+    for _, ranks in _known.values():
+        group, ranks.group = ranks.group, None
+        if group is not None:
+            with suppress(Exception):  # it was destroyed already
+                dist.destroy_process_group(group)
+    _known.clear()
 
 
 def host_ranks(transport: Transport) -> HostRanks:
