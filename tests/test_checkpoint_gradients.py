@@ -29,10 +29,10 @@ def continues(path, rank, forward_of, *, build_again):
     optimizer.step()
     assert kept_in(zeroshard.save_checkpoint(path / "used", model, optimizer)) == 0
     optimizer.zero_grad()
+    trained = len(list(model.parameters()))
     for batch in batches[2:4]:
         loss_of(forward, batch).backward()
-    trained = len(list(model.parameters()))
-    assert kept_in(zeroshard.save_checkpoint(path / "wait", model, optimizer)) == trained
+        assert kept_in(zeroshard.save_checkpoint(path / "wait", model, optimizer)) == trained
     expected = train(model, optimizer, batches[4:], forward=forward)
     if dist.is_initialized():
         dist.barrier()
