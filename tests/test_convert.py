@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import assert_same, decay_groups, letter_batches, letters, loss_of, train, weights
 from ranks import run
+from test_checkpoint import FORMATS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -28,15 +29,6 @@ from zeroshard.errors import CheckpointError, ConfigError
 safetensors = pytest.importorskip("safetensors.torch")
 
 BF16 = torch.bfloat16
-FORMATS = {
-    "fp32": (torch.float32, {}),
-    "split": (BF16, {"master": "split"}),
-    "master": (BF16, {"master": "fp32"}),
-    "int8": (BF16, {"master": "split", "moments": "int8"}),
-    "bf16": (torch.float32, {"moments": "bf16"}),
-}
-
-
 quiet = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 

@@ -28,7 +28,7 @@ from ..shard_tensor import ShardTensor
 from ..state import state_of
 from ..transport import HostRanks, Op
 from ..wrappers import ddp_is_local, strip_wrappers
-from .extra import bytes_of, digest_of, take_apart
+from .extra import bytes_of, digest_of, mapped, take_apart
 from .names import named_groups, names_of, plain, saved_name
 
 __all__ = ["Content", "content_of", "names_in", "random_states", "set_random_state"]
@@ -61,7 +61,8 @@ class Content:
 
     def on_host(self) -> "Content":
         """A copy in host memory, of this rank's part and nothing else."""
-        return replace(self, values=_on_host(self.values), extra={})  # which `values` holds by now
+        # `values` hold what is in `extra` by now.
+        return replace(self, values=mapped(self.values, _on_host), extra={})
 
     def share_out(self, ranks: HostRanks) -> None:
         """Decide which rank writes what of the rest; all have to call this.
@@ -297,10 +298,6 @@ def _tensor_of(state: bytes) -> Tensor:
 
 
 def _on_host(value: Any) -> Any:
-    if isinstance(value, dict):
-        return type(value)({key: _on_host(entry) for key, entry in value.items()})
-    if isinstance(value, (list, tuple)):
-        return type(value)(_on_host(entry) for entry in value)
     if isinstance(value, Chunks):
         return value.on_host()
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

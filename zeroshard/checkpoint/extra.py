@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..chunks import Chunks
 from ..errors import CheckpointError, ConfigError
-from ..shard_tensor import ShardTensor
+from ..shard_tensor import ShardTensor, Slices
 from ..transport import HostRanks
 from ..weights import pieces
 from .names import plain
@@ -24,9 +24,10 @@ __all__ = [
     "bytes_of",
     "digest_of",
     "fill",
+    "mapped",
     "of_rank",
     "put_together",
-    "read_flat",
+    "read_own",
     "slices_in",
     "take_apart",
 ]
@@ -52,7 +53,7 @@ def take_apart(name: str, value: Any) -> tuple[Any, list[Chunks]]:
             return (SLICE, len(slices) - 1)
         return part
 
-    skeleton = _mapped(value, without)
+    skeleton = mapped(value, without)
     _check_is_readable(name, skeleton)
     return skeleton, slices
 
@@ -63,15 +64,15 @@ def put_together(skeleton: Any, slices: Sequence[Stored]) -> Any:
     def back(part: Any) -> Any:
         return slices[part[1]] if _is_place(part) else part
 
-    return _mapped(skeleton, back) if slices else skeleton
+    return mapped(skeleton, back) if slices else skeleton
 
 
-def _mapped(value: Any, function: Any) -> Any:
+def mapped(value: Any, function: Any) -> Any:
     """A nested value with `function` of each leaf."""
     if isinstance(value, dict):
-        return type(value)({key: _mapped(entry, function) for key, entry in value.items()})
+        return type(value)({key: mapped(entry, function) for key, entry in value.items()})
     if isinstance(value, (list, tuple)) and not _is_place(value):
-        return type(value)(_mapped(entry, function) for entry in value)
+        return type(value)(mapped(entry, function) for entry in value)
     return function(value)
 
 
@@ -83,7 +84,7 @@ def _check_is_readable(name: str, skeleton: Any) -> None:
     """Raise if torch would need to run code to read a value; tensors it reads."""
     buffer = io.BytesIO()
     try:
-        torch.save(_mapped(skeleton, lambda v: None if isinstance(v, Tensor) else v), buffer)
+        torch.save(mapped(skeleton, lambda v: None if isinstance(v, Tensor) else v), buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:
@@ -162,7 +163,7 @@ def fill(saved: Any, like: Any) -> Any:
         CheckpointError: a slice of another shape.
     """
     found = iter([_read(stored, template) for stored, template in slices_in(saved, like)])
-    return _mapped(saved, lambda part: next(found) if isinstance(part, Stored) else part)
+    return mapped(saved, lambda part: next(found) if isinstance(part, Stored) else part)
 
 
 def _read(stored: Stored, like: Any) -> Tensor:
@@ -173,21 +174,16 @@ def _read(stored: Stored, like: Any) -> Tensor:
             f"{stored.file} has a tensor of shape {stored.shape}, it must be {like.slices.shape}"
         )
     assert like.transport is not None
-    local = torch.empty_like(like._local_tensor, dtype=stored.dtype)
-    ranges = like.slices.by_rank[like.transport.rank]
-    read_flat(stored, like.slices.stride, ranges, local)
+    local = read_own(stored, like.slices, like.transport.rank, like.device)
     return ShardTensor(local, like.slices, like.transport)
 
 
-def read_flat(
-    stored: Stored,
-    stride: tuple[int, ...],
-    ranges: Sequence[tuple[int, int]],
-    local: Tensor,  # [the ranges' elements]
-) -> None:
-    """Read ranges of a tensor, one behind the other."""
+def read_own(stored: Stored, slices: Slices, rank: int, device: torch.device) -> Tensor:
+    """[slice's numel] one rank's elements of a tensor, in storage order."""
+    local = torch.empty(slices.numels[rank], dtype=stored.dtype, device=device)
     taken = 0
-    for start, numel in (piece for whole in ranges for piece in pieces(*whole)):
-        local[taken : taken + numel].copy_(stored.read_range(stride, start, numel))
+    for start, numel in (piece for whole in slices.by_rank[rank] for piece in pieces(*whole)):
+        local[taken : taken + numel].copy_(stored.read_range(slices.stride, start, numel))
         taken += numel
     stored.forget()
+    return local

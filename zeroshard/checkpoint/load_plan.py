@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
@@ -14,7 +13,7 @@ from ..shard_tensor import ShardTensor
 from ..transport import HostRanks
 from ..weights import Target, read_into, shape_of
 from .content import names_in
-from .extra import fill, of_rank, read_flat, slices_in
+from .extra import fill, of_rank, read_own, slices_in
 from .source import PerRank, Source, Stored
 from .state_plan import Request, StatePlan
 
@@ -144,16 +143,10 @@ class LoadPlan:
 
     def read_gradients(self) -> dict[int, Tensor]:
         """This rank's slices of gradients that wait for a step, by slot."""
-        return {
-            self.state.slot_of[name]: self._slice(stored, self.state.slot_of[name])
-            for name, stored in self.source.gradients.items()
-        }
-
-    def _slice(self, stored: Stored, slot: int) -> Tensor:
-        slices = self.engine.gradients.shards.slices[slot]
-        local = torch.empty(slices.numels[self.engine.transport.rank], dtype=stored.dtype)
-        read_flat(stored, slices.stride, slices.by_rank[self.engine.transport.rank], local)
-        return local.to(self.engine.device)
+        rank, device = self.engine.transport.rank, self.engine.device
+        slices = self.engine.gradients.shards.slices
+        slots = {self.state.slot_of[name]: s for name, s in self.source.gradients.items()}
+        return {slot: read_own(s, slices[slot], rank, device) for slot, s in slots.items()}
 
     def load_objects(self) -> dict[str, Any]:
         """Give the objects what was saved of them; return the rest."""

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 
 from ..boxes import row_major
+from ..weights import PIECE
 from .source import Stored
 from .trimming import Trimmer
 
-__all__ = ["PIECE_NUMEL", "Ordered", "Pieces"]
-
-# Whole blocks of 8-bit moments. Decoding these takes some 40 bytes for each element meanwhile.
-PIECE_NUMEL = 2**19
+__all__ = ["Ordered", "Pieces"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,14 +49,14 @@ class Pieces:
             stride: whose storage order; None: row-major.
         """
         stride = row_major(stored.shape) if stride is None else stride
-        for start in range(0, max(1, stored.numel), PIECE_NUMEL):
-            yield self._read(stored, stride, start, min(PIECE_NUMEL, stored.numel - start))
+        for start in range(0, max(1, stored.numel), PIECE):
+            yield self._read(stored, stride, start, min(PIECE, stored.numel - start))
 
     def range_of(self, ordered: Ordered, start: int, numel: int) -> Tensor:
         """Elements [start, start + numel) in storage order, put together from pieces."""
         flat = torch.empty(numel, dtype=ordered.stored.dtype)
-        for first in range(0, numel, PIECE_NUMEL):
-            part = flat[first : first + PIECE_NUMEL]
+        for first in range(0, numel, PIECE):
+            part = flat[first : first + PIECE]
             part.copy_(self._read(ordered.stored, ordered.stride, start + first, part.numel()))
         return flat
 

@@ -14,6 +14,7 @@ from ..chunks import CHUNK_NBYTES, Chunks
 from ..transport import HostRanks
 from .dcp_writing import write_files
 from .decoded import groups_of, ordered_of, others_of, state_of
+from .extra import mapped
 from .pieces import Ordered, Pieces
 from .source import Source, Stored
 
@@ -43,15 +44,11 @@ def write_dcp(path: Path, source: Source, weights: dict[str, Stored], reading: P
     content: dict[str, Any] = {"model": model, "optimizer": optimizer}
     content.update(others_of(source))
     path.mkdir()
-    write_files(path, _lazily(content, reading), aliases, HostRanks(None))
+    write_files(path, mapped(content, lambda v: _lazily(v, reading)), aliases, HostRanks(None))
 
 
 def _lazily(value: Any, reading: Pieces) -> Any:
-    """The same, with tensors that are read when they are written."""
-    if isinstance(value, dict):
-        return {key: _lazily(entry, reading) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_lazily(entry, reading) for entry in value)
+    """A tensor that is read when it is written; anything else as it is."""
     if isinstance(value, Stored):
         value = Ordered(value, row_major(value.shape))
     if not isinstance(value, Ordered):
