@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -205,6 +206,8 @@ def _in_background(job: _Job, saving: Saving) -> None:
             with _removed_on_error(job.folder, job.ranks):
                 saving.path = job.run()
         except BaseException as error:
+            # The frames hold the communicator, whose threads are to be joined when a process ends.
+            traceback.clear_frames(error.__traceback__)
             saving._error = error
             logger.error("%s failed: %s", job.what, error)
 

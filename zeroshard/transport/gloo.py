@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .base import Collective, Finish, Op, Part, Pending, Works, copy_own, named, sum_into
+from .ending import rest_at_exit
 
 SUM_CHUNK = 32768  # elements summed and finished at a time, so that they stay in the cache
 
@@ -26,6 +27,7 @@ class Gloo(Collective):
 
     def __init__(self, group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
         super().__init__(group, mesh)
+        rest_at_exit()
         _instances[group.group_name] += 1
         self.instance = _instances[group.group_name]
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .base import Op, Transport, named
+from .ending import rest_at_exit
 
 __all__ = ["HostRanks", "host_ranks"]
 
@@ -31,6 +32,7 @@ class HostRanks:
         self.rank = members.index(dist.get_rank()) if mesh is not None else 0
         self.group: dist.ProcessGroup | None = None
         if mesh is not None and self.size > 1:
+            rest_at_exit()
             backend = mesh.get_group(0)._get_backend(torch.device(mesh.device_type))
             self.group = dist.new_group(
                 members,
