@@ -22,6 +22,7 @@ test-integrations: $(OTHERS)/.installed  ## inside of other libraries' trainers,
 gpu:  ## tests and benchmarks that need a GPU, with the packages that $(PYTHON) has
 	PYTHONPATH=. $(PYTHON) -m pytest -q -m gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/kernels.py --json $(OUT)/kernels.json
+	PYTHONPATH=. $(PYTHON) benchmarks/memory.py --json $(OUT)/memory.json
 
 check: lint types
 

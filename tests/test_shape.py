@@ -11,7 +11,7 @@ import zeroshard
 
 PACKAGE = pathlib.Path(zeroshard.__file__).parent
 LAYERS = [
-    ["errors"],
+    ["errors", "imitation", "ownership"],
     ["config", "param_groups", "meta", "tracing"],
     ["layout", "formats", "schedule", "boxes", "units"],
     ["transport", "triton_kernels", "storage", "wrappers", "walk"],
@@ -22,7 +22,7 @@ LAYERS = [
     ["parameters"],
     ["update"],
     ["gradient_shards", "autograd_hooks", "backward", "sharding", "module_state", "masters"],
-    ["reduction", "construction", "step_plan", "waiting"],
+    ["reduction", "construction", "step_plan", "waiting", "liveness"],
     ["gradients", "sharded_model"],
     ["engine"],
     ["state", "accounts", "join"],
@@ -32,8 +32,9 @@ LAYERS = [
     ["initialise"],
     ["weights", "export", "ema"],
     ["checkpoint"],
-    ["integrations"],
-    ["__init__"],
+    ["integrations", "memory"],
+    ["__init__", "doctor"],
+    ["cli_doctor", "cli_measure", "cli_memory"],
     ["cli"],
     ["__main__"],
 ]
@@ -104,6 +105,13 @@ def test_the_stage_is_read_in_config_and_schedule_only():
     assert readers == {"config", "schedule", "accounts"}
     accounts = (PACKAGE / "accounts.py").read_text()
     assert accounts.count(".stage") == 1, "they only print it"
+
+
+def test_one_module_changes_the_size_of_storages():
+    """Whoever follows memory would miss what another one does."""
+    for path, _ in sources():
+        if path.stem != "ownership" and module_of(path) != "memory":
+            assert ".resize_(" not in (PACKAGE / path).read_text(), path
 
 
 @pytest.mark.parametrize("module", ["layout", "formats", "schedule", "boxes"])

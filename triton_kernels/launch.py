@@ -7,8 +7,8 @@ without it. No autotuning: it would run an update many times on live state.
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     import triton.language as tl
 
-__all__ = ["is_available", "kernel", "launch", "load", "sizes_for", "target_of"]
+__all__ = ["dry_launches", "is_available", "kernel", "launch", "load", "sizes_for", "target_of"]
 
 logger = logging.getLogger(__name__)
 
 _functions: dict[str, Callable[..., Any]] = {}
 _compiled: dict[tuple[Any, ...], Any] = {}
+_is_dry = False
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -58,14 +59,29 @@ def load() -> Mapping[str, Any]:
     return {function.__name__: compiled for function, compiled in jitted.items()}
 
 
+@contextmanager
+def dry_launches() -> Iterator[None]:
+    """Take the way of a GPU on any device, and launch nothing."""
+    global _is_dry
+    before, _is_dry = _is_dry, True
+    try:
+        yield
+    finally:
+        _is_dry = before
+
+
 @lru_cache(maxsize=1)
 def _is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@cache
 def is_available(device: torch.device) -> bool:
     """Whether Triton runs on `device`: a GPU that it knows, with all that it needs to compile."""
+    return _is_dry or _runs_on(device)
+
+
+@cache
+def _runs_on(device: torch.device) -> bool:
     if device.type != "cuda" or not _is_installed():
         return False
     try:
@@ -150,7 +166,7 @@ def launch(
         constants: its constexprs, in order.
         num_warps: warps of a program.
     """
-    if num_programs == 0:
+    if num_programs == 0 or _is_dry:
         return
     device = tensors[0].device
     alignments = [(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors]

@@ -1,5 +1,7 @@
 """What an engine holds, in bytes and in words. Changes nothing, communicates nothing."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,7 @@ from .shard_tensor import ShardTensor
 from .storage import storage_nbytes
 from .update import implementation_of
 
-__all__ = ["is_updated_by_torch", "memory_of", "summary_of"]
+__all__ = ["is_updated_by_torch", "memory_of", "summary_of", "tensors_of"]
 
 
 def memory_of(engine: Engine) -> dict[str, int]:
@@ -33,6 +35,23 @@ def memory_of(engine: Engine) -> dict[str, int]:
     }
     held["optimizer_state"] = held["master"] + held["moments"]
     return held
+
+
+def tensors_of(engine: Engine) -> Iterator[tuple[Tensor, str]]:
+    """All tensors that an engine holds now, with their categories."""
+    for arena in dict.fromkeys(place.arena for place in engine.parameters.places.values()):
+        if arena.shard is None:
+            yield arena.parameters, "parameters"
+        else:
+            yield arena.shard, "parameters"
+            yield arena.parameters, "unsharded_parameters"
+        yield arena.placeholders, "bookkeeping"
+        if arena.gradients is not None:
+            yield arena.gradients, "gradients"
+        for field in arena.fields:
+            yield arena.state[field.name], field.category
+    for buffer in engine.pool.buffers():
+        yield buffer, "communication"
 
 
 def is_updated_by_torch(engine: Engine) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .imitation import acts_as_gpu
 from .layout import Layout, ParamSpec
 from .storage import on_device
 from .transport import Op, Transport
@@ -45,7 +46,7 @@ class Backward:
         mine = [slot in self.arrived or late[slot] for slot in slots]
         bits = on_device([*mine, *late], torch.uint8, device)
         transport.all_reduce(bits, "max", op=Op("use of parameters", round=self.round)).wait()
-        if device.type != "cpu" and all(mine) and not may_be_late:
+        if acts_as_gpu(device) and all(mine) and not may_be_late:
             return mine, late
         said = [bool(bit) for bit in bits.tolist()]
         return said[: len(slots)], said[len(slots) :]

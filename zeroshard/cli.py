@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from .checkpoint.convert import FORMATS, convert
+from .cli_doctor import add_doctor
 from .errors import ZeroShardError
 
 __all__ = ["main"]
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
     command.set_defaults(run=_convert)
+    add_doctor(commands)
     return parser
 
 

@@ -1,5 +1,6 @@
 """The user's choices, frozen and validated. Decides nothing about a model."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -8,7 +9,7 @@ from torch import nn
 
 from .errors import ConfigError
 
-__all__ = ["Options", "Precision"]
+__all__ = ["Options", "Precision", "is_debugging"]
 
 Master = Literal["auto", "split", "fp32", "none"]
 Moments = Literal["fp32", "bf16", "int8"]
@@ -108,3 +109,8 @@ class Options:
     def describe(self) -> dict[str, str]:
         """What all ranks must have in common, for the comparison at construction."""
         return {name: repr(getattr(self, name)) for name in self.__dataclass_fields__}
+
+
+def is_debugging() -> bool:
+    """Whether ZEROSHARD_DEBUG asks for checks that take time."""
+    return os.environ.get("ZEROSHARD_DEBUG", "0") != "0"

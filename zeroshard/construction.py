@@ -76,7 +76,7 @@ def fill_arena(
     flat = arena.parameters.zero_()
     sources = {parameters[slot.index].dtype for slot in arena.plan.slots}
     if sources != {flat.dtype}:  # Precision.param_dtype: masters start from the fp32 values
-        flat = arena.allocate(arena.plan.numel, "float32")
+        flat = arena.allocate(arena.plan.numel, "float32", "temporary")
     for slot in arena.plan.slots:
         values = flat[slot.offset : slot.offset + slot.numel]
         if parameters[slot.index] in without_values:

@@ -77,7 +77,7 @@ class EMA:
             engine.masters.look_at_writes()
         known = len(self._averages)
         for arena in engine.arenas[known:]:
-            self._averages.append(arena.allocate(arena.shard_numel, "float32"))
+            self._averages.append(arena.allocate(arena.shard_numel, "float32", "moments"))
         for average, weight in self._pairs(known):
             average.copy_(weight)
 

@@ -15,6 +15,7 @@ from .backward import Backward, unreached
 from .errors import GradientError
 from .gradient_shards import GradientShards
 from .layout import Layout, plan_layout
+from .ownership import tell
 from .reduction import Reducer
 from .shard_tensor import ShardTensor
 from .storage import Arena, BufferPool, on_device
@@ -232,8 +233,7 @@ class Gradients:
         assert grad is not None
         parameter.grad = None
         self.unsynced.pop(slot, None)
-        if grad.requires_grad:
-            grad = grad.detach()
+        grad = tell(grad.detach() if grad.requires_grad else grad, "gradients")
         first = slot not in backward.arrived
         held = backward.late if slot in backward.launched else backward.arrived
         if slot in held:

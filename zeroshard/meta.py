@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ConfigError
+from .ownership import resize
 
 __all__ = ["give_elements", "is_untouched", "leave_meta", "return_to_meta", "untouched_value"]
 
@@ -29,7 +30,7 @@ def leave_meta(parameters: Iterable[Tensor], device: torch.device) -> list[nn.Pa
             values = torch.empty_strided(
                 parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device
             )
-            values.untyped_storage().resize_(0)
+            resize(values.untyped_storage(), 0)
             try:
                 _exchange(parameter, values)
             except BaseException:

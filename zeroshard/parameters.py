@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import ConfigError
+from .imitation import acts_as_gpu
 from .layout import Layout, ParamSpec
 from .meta import give_elements, is_untouched, leave_meta, return_to_meta
 from .place import Place
@@ -204,7 +205,7 @@ class Parameters:
 
         Elsewhere the host would have to wait; there such a write is gone from here on.
         """
-        if arena.device.type != "cpu":
+        if acts_as_gpu(arena.device):
             arena.renew_placeholders()
             return
         if arena.shows_placeholders():

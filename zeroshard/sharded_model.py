@@ -14,6 +14,7 @@ from .construction import fill_arena, start_without_values
 from .errors import ConfigError
 from .formats import FROZEN, Format
 from .layout import KEPT_WHOLE, ArenaPlan, Layout, plan_layout
+from .liveness import checked
 from .module_state import ModuleState
 from .modules import ModuleHooks
 from .parameters import Parameters, describe_parameter
@@ -51,6 +52,8 @@ class ShardedModel:
         self.is_complete = False
         self._kinds_of_fp32: set[str] = set()  # of devices; until it was said what autocast does
         self.sharding = Sharding(parameters, transport)
+        if shards:
+            raise_event = checked(self.sharding, raise_event)
         self.hooks = ModuleHooks(raise_event, self.sharding.is_pinned, self.sharding.is_part)
         self.state = ModuleState(
             parameters,

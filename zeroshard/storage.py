@@ -3,13 +3,14 @@
 Decides nothing about when; allocates, hands out views, and counts what is really held.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from .formats import Field
 from .layout import ArenaPlan, Run
+from .ownership import resize, tell
 
 __all__ = ["Arena", "BufferPool", "apart", "on_device", "slot_view", "storage_nbytes"]
 
@@ -51,12 +52,19 @@ class Arena:
         self.shard_numel = plan.numel // world_size
         self.device = torch.device(plan.device)
         dtype = getattr(torch, plan.dtype)
-        self.parameters = torch.empty(plan.numel, dtype=dtype, device=self.device)
+        self._whole_is = "unsharded_parameters" if sharded else "parameters"
+        self.parameters = tell(
+            torch.empty(plan.numel, dtype=dtype, device=self.device), self._whole_is
+        )
         self.storage = self.parameters.untyped_storage()
         self.nbytes = self.storage.nbytes()
-        self.shard = self.allocate(self.shard_numel, plan.dtype) if sharded else None
+        self.shard = (
+            self.allocate(self.shard_numel, plan.dtype, "parameters") if sharded else None
+        )
         # One NaN for each slot, which its parameter shows while there is no memory.
-        self.placeholders = self.allocate(len(plan.slots) if sharded else 0, plan.dtype)
+        self.placeholders = self.allocate(
+            len(plan.slots) if sharded else 0, plan.dtype, "bookkeeping"
+        )
         bits = torch.int32 if self.placeholders.itemsize == 4 else torch.int16
         self._nan = self.placeholders.view(bits).clone()
         self._nans_made = 0
@@ -73,7 +81,7 @@ class Arena:
         first, count = SIGNALLING_NANS[self.plan.dtype]
         self._nan.fill_(first + self._nans_made % count)
         self._nans_made += 1
-        self.placeholders = torch.empty_like(self.placeholders)
+        self.placeholders = tell(torch.empty_like(self.placeholders), "bookkeeping")
         self.renew_placeholders()
 
     def renew_placeholders(self) -> None:
@@ -92,14 +100,14 @@ class Arena:
         """For each slot, whether somebody wrote to its placeholder."""
         return (self._nan != self.placeholders.view(self._nan.dtype)).tolist()
 
-    def allocate(self, numel: int, dtype: str) -> Tensor:
-        """A flat tensor of zeros on the arena's device."""
-        return torch.zeros(numel, dtype=getattr(torch, dtype), device=self.device)
+    def allocate(self, numel: int, dtype: str, category: str) -> Tensor:
+        """A flat tensor of zeros on the arena's device, for what `category` says."""
+        return tell(torch.zeros(numel, dtype=getattr(torch, dtype), device=self.device), category)
 
     def allocate_gradients(self) -> Tensor:
         """The gradient shard; allocated, and zero, the first time it is asked for."""
         if self.gradients is None:
-            self.gradients = self.allocate(self.shard_numel, "float32")
+            self.gradients = self.allocate(self.shard_numel, "float32", "gradients")
             self.generation += 1
         return self.gradients
 
@@ -107,7 +115,7 @@ class Arena:
         """Make the state, all zeros."""
         self.fields = tuple(fields)
         self.state = {
-            field.name: self.allocate(self.shard_numel // field.per, field.dtype)
+            field.name: self.allocate(self.shard_numel // field.per, field.dtype, field.category)
             for field in fields
         }
 
@@ -156,17 +164,17 @@ class Arena:
 
     def allocate_whole(self) -> None:
         """Memory for the whole parameters, with undefined content."""
-        self.storage.resize_(self.nbytes)
+        resize(self.storage, self.nbytes)
 
     def free_whole(self) -> None:
         """Free the whole parameters; views of them must not be read until they are back."""
         self.is_whole = False
-        self.storage.resize_(0)
+        resize(self.storage, 0)
 
     def leave_whole(self) -> None:
         """Leave the whole parameters to those who hold views of them; go on in other memory."""
         with torch.inference_mode(False):
-            self.parameters = torch.empty_like(self.parameters)
+            self.parameters = tell(torch.empty_like(self.parameters), self._whole_is)
         self.storage = self.parameters.untyped_storage()
 
     @property
@@ -223,7 +231,10 @@ class BufferPool:
         """A flat buffer of `numel` elements with undefined content."""
         key = (_size_class(numel), dtype, device)
         free = self._free.get(key)
-        whole = free.pop() if free else torch.empty(key[0], dtype=dtype, device=device)
+        if free:
+            whole = free.pop()
+        else:
+            whole = tell(torch.empty(key[0], dtype=dtype, device=device), "communication")
         self._lent_nbytes += whole.nbytes
         return whole[:numel]
 
@@ -237,6 +248,11 @@ class BufferPool:
     def release(self) -> None:
         """Let go of every buffer that is not lent out."""
         self._free.clear()
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Those that are kept for reuse."""
+        for free in self._free.values():
+            yield from free
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,7 @@
 """Named ranges in a profiler's trace, and functions that torch.compile must not trace."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -10,19 +10,32 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch.compiler import is_dynamo_compiling
 
-__all__ = ["traced", "untraced"]
+__all__ = ["followed_by", "traced", "untraced"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_followers: list[Callable[[str], AbstractContextManager[object]]] = []
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def traced(name: str) -> AbstractContextManager[object]:
     """A range of that name where a profiler is running; else nothing, at no cost."""
+    if _followers:
+        return _followers[-1](name)
     if torch.autograd.profiler._is_profiler_enabled:
         return torch.profiler.record_function(name)
     return _NOTHING
+
+
+@contextmanager
+def followed_by(follower: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter what `follower` returns for the name of each range, instead of telling a profiler."""
+    _followers.append(follower)
+    try:
+        yield
+    finally:
+        _followers.remove(follower)
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:

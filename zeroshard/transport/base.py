@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "copy_own",
     "named",
     "sum_into",
+    "timeout_of",
 ]
 
 Finish = Callable[[Tensor], None]
@@ -197,6 +199,13 @@ class named:
                 "forwards, in evaluation too, with as many batches); set ZEROSHARD_DEBUG=1 to see "
                 "which rank does something else"
             ) from error
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the ranks of a group wait for each other."""
+    options = group._get_backend(device).options
+    found: timedelta = dist.default_pg_timeout if options is None else options._timeout
+    return found
 
 
 class Collective(Transport):

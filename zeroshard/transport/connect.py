@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..config import is_debugging
 from ..errors import ConfigError
-from .base import Transport
+from ..imitation import acts_as_gpu
+from .base import Transport, timeout_of
 from .compose import Replicated, WorldOfOne
 from .gloo import Gloo
 from .nccl import Nccl
@@ -96,8 +98,8 @@ def _communicators(
     """
     if group.group_name not in _known:
         kind: dict[str, Any] = {
-            "backend": "nccl",
-            "timeout": group._get_backend(device).options._timeout,
+            "backend": "fake" if dist.get_backend(group) == "fake" else "nccl",
+            "timeout": timeout_of(group, device),
             "use_local_synchronization": True,
         }
         _known[group.group_name] = (dist.new_group(ranks, **kind), dist.new_group(ranks, **kind))
@@ -110,11 +112,10 @@ def _axis(mesh: DeviceMesh, device: torch.device) -> Transport:
     transport: Transport
     if len(ranks) == 1:
         return WorldOfOne(distributed=True, mesh=mesh)
-    if device.type == "cuda":
+    if acts_as_gpu(device):
         transport = Nccl(*_communicators(group, ranks, device), mesh, device)
     else:
         transport = Gloo(group, mesh)
-    if os.environ.get("ZEROSHARD_DEBUG", "0") != "0":
-        timeout = group._get_backend(device).options._timeout
-        transport = Checked(transport, ranks, timeout)
+    if is_debugging():
+        transport = Checked(transport, ranks, timeout_of(group, device))
     return transport

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .base import Collective, Finish, Op, Part, Pending, Then, Works, sum_into
+from .base import Collective, Finish, Op, Part, Pending, Then, Works, sum_into, timeout_of
 from .breadcrumbs import Breadcrumbs
+from .streams import Event, Stream, new_stream
 
 # torch 2.13 renamed both collectives and warns about the old names; 2.11 has only those.
 _reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -40,11 +41,8 @@ class Nccl(Collective):
         super().__init__(group, mesh)
         self.device = device
         self.gather_group = gather_group
-        timeout = group._get_backend(device).options._timeout
-        self.breadcrumbs = Breadcrumbs(timeout.total_seconds())
-        with torch.cuda.device(device):
-            self.reduce_stream = torch.cuda.Stream()
-            self.gather_stream = torch.cuda.Stream()
+        self.breadcrumbs = Breadcrumbs(timeout_of(group, device).total_seconds())
+        self.reduce_stream, self.gather_stream = new_stream(device), new_stream(device)
 
     def reduce(
         self, parts: Sequence[Part], out: Tensor, *, op: Op, sum_dtype: torch.dtype, finish: Finish
@@ -94,27 +92,22 @@ class Nccl(Collective):
         return Works([work], op)
 
     def _on(
-        self, stream: torch.cuda.Stream, launch: Callable[[], list[Tensor]], *, op: Op, keep: Tensor
+        self, stream: Stream, launch: Callable[[], list[Tensor]], *, op: Op, keep: Tensor
     ) -> Pending:
         """Run `launch` on `stream`, after what the current stream has done so far."""
-        with torch.cuda.device(self.device):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                kept = launch()
-                event = torch.cuda.Event()
-                event.record(stream)
-        self.breadcrumbs.watch(op, event.query)
-        return _OnStream(event, self.device, [keep, *kept])
+        kept, event = stream.run(launch)
+        self.breadcrumbs.watch(op, event.is_done)
+        return _OnStream(event, [keep, *kept])
 
 
 class _OnStream(Pending):
     """Work on a side stream: waiting orders the current stream behind it, the host goes on."""
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device, keep: list[Tensor]) -> None:
-        self.event, self.device = event, device
+    def __init__(self, event: Event, keep: list[Tensor]) -> None:
+        self.event = event
         self.keep = keep  # the side stream still uses these until the current one waits for it
 
     def wait(self) -> None:
         """Let the current stream wait for the event."""
-        torch.cuda.current_stream(self.device).wait_event(self.event)
+        self.event.wait()
         self.keep = []

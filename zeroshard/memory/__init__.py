@@ -1,0 +1,1 @@
+"""What memory training takes: planned, simulated and measured, in one schema."""

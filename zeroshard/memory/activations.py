@@ -1,0 +1,218 @@
+"""What a forward leaves for backward, in bytes, by formulas. No tensors.
+
+The formulas are keyed to an implementation: transformers' decoders in eager PyTorch, attention by
+`scaled_dot_product_attention` with a kernel that keeps queries, keys, values, its output and one
+fp32 number a token and head (flash), experts by grouped matrix products, no attention mask. Each
+row says what is kept and of which dtype; the tests count the same on real models.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .architectures import Architecture
+
+__all__ = ["Activations", "Kept", "activations_of", "kept_by_block"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """One kind of tensor that a forward leaves for backward.
+
+    Attributes:
+        what: in words.
+        numel: elements for each token.
+        itemsize: bytes of one.
+    """
+
+    what: str
+    numel: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes for each token."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """Bytes of a forward, for given numbers of tokens.
+
+    Attributes:
+        block: what one block leaves.
+        recomputed: what a recomputation of it makes beside its input.
+        block_input: the input of a block, which is all that checkpointing leaves of it.
+        around: what the model leaves outside of blocks and of the loss.
+        around_checkpointed: what it holds on to beside, for recomputations.
+        head_input: the part of `around` that is freed before backward comes to the last block.
+        working: the most that a backward of a block makes beyond what its forward left.
+        gradient: the gradient of a block's output.
+        inputs: the batch: token ids and labels.
+        logits: logits, behind the head, of the model's dtype.
+        loss_forward: what forward holds at the loss, logits included.
+        loss_kept: what of it is left when forward has returned.
+        loss_backward: the most that backward holds until it comes to the head.
+        logits_gradient: the gradient of the logits, which the head's backward reads.
+    """
+
+    block: int
+    recomputed: int
+    block_input: int
+    around: int
+    around_checkpointed: int
+    head_input: int
+    working: int
+    gradient: int
+    inputs: int
+    logits: int
+    loss_forward: int
+    loss_kept: int
+    loss_backward: int
+    logits_gradient: int
+
+
+def kept_by_block(
+    architecture: Architecture, itemsize: int, mask_itemsize: int = 1
+) -> Iterator[Kept]:
+    """What one block leaves for each token.
+
+    Args:
+        architecture: the model's numbers.
+        itemsize: bytes of an element of the model's dtype.
+        mask_itemsize: of a dropout mask: 1 on a GPU; on a CPU it is of the model's dtype.
+    """
+    a = architecture
+    if a.family == "gpt2":
+        yield from _gpt2_block(a, itemsize, mask_itemsize)
+        return
+    for where in ("attention", "feed-forward"):
+        yield from _norm(a, itemsize, f"norm before the {where}")
+    if a.norms_heads:
+        for what, heads in (("queries", a.heads), ("keys", a.kv_heads)):
+            yield Kept(what=f"{what}, fp32", numel=heads * a.head_dim, itemsize=4)
+            yield Kept(what=f"{what}, normalised", numel=heads * a.head_dim, itemsize=itemsize)
+            yield Kept(what=f"their norms, {what}", numel=heads, itemsize=4)
+    yield from _attention(a, itemsize)
+    if a.experts:
+        yield from _experts(a, itemsize)
+    else:
+        yield Kept(what="gate, its activation, up, product", numel=4 * a.intermediate,
+                   itemsize=itemsize)  # fmt: skip
+
+
+def _norm(a: Architecture, itemsize: int, what: str) -> Iterator[Kept]:
+    """RMSNorm computes in fp32: its input's copy, the normalised input, the output, the norm."""
+    normalised = 4 if a.family == "gemma" else itemsize
+    yield Kept(what=f"{what}: input, fp32", numel=a.hidden, itemsize=4)
+    yield Kept(what=f"{what}: normalised", numel=a.hidden, itemsize=normalised)
+    yield Kept(what=f"{what}: output", numel=a.hidden, itemsize=itemsize)
+    yield Kept(what=f"{what}: norm of a token", numel=1, itemsize=4)
+
+
+def _attention(a: Architecture, itemsize: int) -> Iterator[Kept]:
+    yield Kept(what="queries and output", numel=2 * a.heads * a.head_dim, itemsize=itemsize)
+    yield Kept(what="keys and values", numel=2 * a.kv_heads * a.head_dim, itemsize=itemsize)
+    yield Kept(what="log of the sum of exponentials", numel=a.heads, itemsize=4)
+
+
+def _experts(a: Architecture, itemsize: int) -> Iterator[Kept]:
+    """Every token goes through `k` experts, so that rows are copied `k` times."""
+    k = a.experts_per_token
+    weight = 4 if a.family == "mixtral" else itemsize
+    yield Kept(what="router: probabilities", numel=a.experts, itemsize=4)
+    if a.normalises_router:
+        yield Kept(what="router: chosen ones and their sum", numel=k + 1, itemsize=4)
+    yield Kept(what="router: which experts", numel=k, itemsize=8)
+    yield Kept(what="order of rows by expert", numel=3 * k, itemsize=8)
+    yield Kept(what="weights of rows", numel=k, itemsize=weight)
+    yield Kept(what="rows before and after", numel=2 * k * a.hidden, itemsize=itemsize)
+    yield Kept(what="gate and up, activation, product", numel=4 * k * a.intermediate,
+               itemsize=itemsize)  # fmt: skip
+
+
+def _gpt2_block(a: Architecture, itemsize: int, mask_itemsize: int) -> Iterator[Kept]:
+    yield Kept(what="norms: inputs and outputs", numel=4 * a.hidden, itemsize=itemsize)
+    yield Kept(what="norms: means and deviations of a token", numel=4, itemsize=itemsize)
+    yield Kept(what="queries, keys, values, output", numel=4 * a.hidden, itemsize=itemsize)
+    yield Kept(what="log of the sum of exponentials", numel=a.heads, itemsize=4)
+    yield Kept(what="feed-forward, steps of gelu", numel=5 * a.intermediate, itemsize=itemsize)
+    if a.has_dropout:
+        yield Kept(what="dropout masks", numel=2 * a.hidden, itemsize=mask_itemsize)
+
+
+def _flat(a: Architecture) -> int:
+    """Bytes that a block keeps whatever the number of tokens."""
+    gains = 2 * 4 * a.hidden if a.family == "gemma" else 0  # 1 + the weight of each norm, fp32
+    return gains + 4 * a.experts  # where each expert's rows end
+
+
+def _head_input(a: Architecture, itemsize: int, tokens: int) -> int:
+    """What the last norm leaves."""
+    if a.family == "gpt2":
+        return tokens * (2 * a.hidden * itemsize + 2 * itemsize)
+    kept = sum(kept.nbytes for kept in _norm(a, itemsize, "last norm"))
+    return tokens * kept + (4 * a.hidden if a.family == "gemma" else 0)
+
+
+def _working(a: Architecture, itemsize: int) -> int:
+    """Bytes for each token that a block's backward makes where it is at its largest.
+
+    That is within the feed-forward part: the gradients of the gate's activation, of up, and of
+    their product, while the product itself is freed.
+    """
+    k = a.experts_per_token
+    if a.experts:
+        # Rows' gradients in fp32 behind the experts; or those of gate, up and product within.
+        behind = k * a.hidden * (4 + 4 if a.family == "mixtral" else 2 * itemsize)
+        within = k * (a.hidden + 2 * a.intermediate) * itemsize
+        return a.hidden * itemsize + max(behind, within)
+    if a.family == "gpt2":
+        return a.hidden * itemsize + 3 * a.intermediate * itemsize
+    return a.hidden * itemsize + 2 * a.intermediate * itemsize
+
+
+def activations_of(
+    architecture: Architecture,
+    itemsize: int,
+    *,
+    seq: int,
+    micro_batch: int,
+    mask_itemsize: int = 1,
+) -> Activations:
+    """The bytes of a forward and a backward on a batch.
+
+    Args:
+        architecture: the model's numbers.
+        itemsize: bytes of an element of the model's dtype.
+        seq: tokens of a sequence.
+        micro_batch: sequences of a backward.
+        mask_itemsize: see `kept_by_block`.
+    """
+    a, tokens = architecture, seq * micro_batch
+    block = sum(kept.nbytes for kept in kept_by_block(a, itemsize, mask_itemsize))
+    head_input = _head_input(a, itemsize, tokens)
+    block_input = tokens * a.hidden * itemsize
+    keeps_input = itemsize == 4 or a.family == "gpt2"  # where the first norm makes no copy of it
+    angles = 0 if a.family == "gpt2" else 2 * seq * a.head_dim * itemsize
+    positions = 8 * seq  # one row for all sequences of the batch
+    embedded = tokens * a.hidden * mask_itemsize if a.has_dropout else 0
+    copy = 0 if itemsize == 4 else 4 * a.vocab * tokens
+    fp32 = 4 * a.vocab * tokens
+    # Shifted by one behind a padding; of one sequence that is a view of all.
+    labels = 8 * (tokens + (micro_batch == 1))
+    return Activations(
+        block=block * tokens + _flat(a),
+        recomputed=block * tokens + _flat(a) - (block_input if keeps_input else 0),
+        block_input=block_input,
+        around=head_input + angles + embedded + (positions if a.family == "gpt2" else 0),
+        around_checkpointed=0 if a.family == "gpt2" else positions,
+        head_input=head_input,
+        working=_working(a, itemsize) * tokens,
+        gradient=a.hidden * itemsize * tokens,
+        inputs=2 * 8 * tokens,
+        logits=tokens * a.vocab * itemsize,
+        loss_forward=tokens * a.vocab * itemsize + copy + fp32 + labels,
+        loss_kept=fp32 + labels,
+        loss_backward=3 * fp32 + labels,
+        logits_gradient=tokens * a.vocab * itemsize,
+    )

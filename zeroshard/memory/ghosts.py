@@ -1,0 +1,206 @@
+"""Large tensors without values: programs run as ever, but nothing is computed with them.
+
+A ghost is an ordinary tensor on the CPU, whose memory nobody reads or writes, so that it costs
+address space and no memory. What an operation would make of ghosts is asked of torch's fake
+tensors. Small tensors that do not depend on ghosts (masks, positions, counters, flags) are real,
+and so is every decision that is taken from them.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from ..errors import ConfigError
+
+__all__ = ["REAL_NBYTES", "GhostError", "Ghosts"]
+
+REAL_NBYTES = 2**20
+"""Results of up to this size are real, unless they depend on ghosts."""
+
+ZEROED_NBYTES = 4096  # ghosts of up to this size are full of zeros, for who reads a number
+
+
+class GhostError(ConfigError):
+    """An operation whose result depends on values that ghosts do not have.
+
+    Attributes:
+        operation: its name in torch, such as "aten.nonzero.default".
+    """
+
+    def __init__(self, operation: str, why: str) -> None:
+        super().__init__(f"{operation} {why}")
+        self.operation = operation
+
+
+class Ghosts(TorchDispatchMode):
+    """Makes ghosts of large tensors, and lets operations on them do nothing.
+
+    Args:
+        may_read: asked where a program reads a number of a ghost (`.item()`, `if tensor:`); it then
+            gets 0, or a GhostError where the answer is no.
+    """
+
+    def __init__(self, may_read: Callable[[], bool] = lambda: True) -> None:
+        super().__init__()
+        self._may_read = may_read
+        self._fakes = FakeTensorMode()
+        self._ghosts: dict[int, Any] = {}  # address of the storage's object -> weak reference
+
+    def is_ghost(self, tensor: Tensor) -> bool:
+        """Whether a tensor has no values."""
+        return tensor.untyped_storage()._cdata in self._ghosts
+
+    def haunt(self, tensor: Tensor) -> Tensor:
+        """From now on nobody reads or writes the memory of `tensor`."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        forget = self._ghosts.pop
+        self._ghosts[key] = weakref.ref(storage, lambda _: forget(key, None))
+        return tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        flat, spec = tree_flatten((args, kwargs))
+        tensors = [value for value in flat if isinstance(value, Tensor)]
+        if any(type(t) not in _PLAIN for t in tensors):
+            return NotImplemented  # a subclass, which takes itself apart first
+        if func.is_view or func in _NEVER_TOUCH:
+            return func(*args, **kwargs)
+        has_ghosts = any(self.is_ghost(tensor) for tensor in tensors)
+        schema = func._schema
+        if func.namespace == "c10d":
+            return _without_data(func, flat, spec) if has_ghosts else func(*args, **kwargs)
+        if schema.is_mutable:
+            if not has_ghosts:
+                return func(*args, **kwargs)
+            returned = _written(schema, args, kwargs)
+            if returned is not None:
+                return returned[0] if len(returned) == 1 else returned or None
+        if has_ghosts and func in _READS:
+            return self._read(func)
+        if not tensors and not _is_on_cpu(kwargs):
+            return func(*args, **kwargs)
+        return self._infer(func, flat, spec, tensors, has_ghosts=has_ghosts)
+
+    def _read(self, func: Any) -> Any:
+        if not self._may_read():
+            raise GhostError(str(func), "reads a value of a tensor that has none here")
+        return _READS[func]
+
+    def _infer(
+        self, func: Any, flat: list[Any], spec: Any, tensors: list[Tensor], *, has_ghosts: bool
+    ) -> Any:
+        """What an operation gives: real where that is small and known, else ghosts."""
+        fake_of: dict[int, Tensor] = {}
+        for tensor in tensors:
+            if id(tensor) not in fake_of:
+                fake_of[id(tensor)] = self._fake(tensor)
+        arguments, named = tree_unflatten(
+            [fake_of[id(value)] if isinstance(value, Tensor) else value for value in flat], spec
+        )
+        try:
+            with self._fakes:
+                out = func(*arguments, **named)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            if not has_ghosts:
+                arguments, named = tree_unflatten(flat, spec)
+                return func(*arguments, **named)
+            raise GhostError(
+                str(func), "gives as many elements as the values ask for, which are not known here"
+            ) from error
+        except UnsupportedOperatorException as error:
+            raise GhostError(str(func), "does not say what shape its result has") from error
+        made = [value for value in tree_flatten(out)[0] if isinstance(value, Tensor)]
+        if not has_ghosts and all(t.untyped_storage().nbytes() <= REAL_NBYTES for t in made):
+            arguments, named = tree_unflatten(flat, spec)
+            out = func(*arguments, **named)
+            return out.zero_() if func in _UNDEFINED else out
+        known = {fake.untyped_storage()._cdata: tensor for tensor, fake in _pairs(tensors, fake_of)}
+        return tree_map_only(Tensor, lambda fake: self._ghost(fake, known), out)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        converter = self._fakes.fake_tensor_converter
+        fake: Tensor = converter.from_meta_and_device(self._fakes, meta, tensor.device)
+        return fake
+
+    def _ghost(self, fake: Tensor, known: dict[int, Tensor]) -> Tensor:
+        """A ghost like `fake`; of a storage in `known` its tensor, or a view of that."""
+        source = known.get(fake.untyped_storage()._cdata)
+        if source is not None:
+            same = fake.shape == source.shape and fake.stride() == source.stride()
+            if same and fake.storage_offset() == 0:
+                return source
+            offset = source.storage_offset() + int(fake.storage_offset())
+            return source.as_strided(fake.shape, fake.stride(), offset)
+        ghost = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+        if fake.untyped_storage().nbytes() <= ZEROED_NBYTES:
+            ghost.zero_()
+        return self.haunt(ghost)
+
+
+def _pairs(tensors: Iterable[Tensor], fake_of: dict[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return [(tensor, fake_of[id(tensor)]) for tensor in tensors]
+
+
+def _is_on_cpu(kwargs: Mapping[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is None or torch.device(device).type == "cpu"
+
+
+def _written(schema: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """The arguments that an operation writes to and returns; None if it returns others too."""
+    given = {
+        argument.name: kwargs.get(argument.name, args[place] if place < len(args) else None)
+        for place, argument in enumerate(schema.arguments)
+    }
+    found = []
+    for value in schema.returns:
+        if value.alias_info is None:
+            return None
+        for argument in schema.arguments:
+            alias = argument.alias_info
+            if alias is not None and alias.before_set == value.alias_info.before_set:
+                found.append(given[argument.name])
+    return tuple(found)
+
+
+def _without_data(func: Any, flat: list[Any], spec: Any) -> Any:
+    """A collective of the fake process group, which copies data in some of them."""
+    empty = [value.new_empty(0) if isinstance(value, Tensor) else value for value in flat]
+    arguments, named = tree_unflatten(empty, spec)
+    return func(*arguments, **named)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_NEVER_TOUCH = {
+    torch.ops.aten.set_.source_Storage_storage_offset,
+    torch.ops.aten.set_.source_Tensor,
+    torch.ops.aten.resize_.default,
+    torch.ops.aten.lift_fresh.default,
+}
+_UNDEFINED = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+_READS = {
+    torch.ops.aten._local_scalar_dense.default: 0,
+    torch.ops.aten.equal.default: True,
+    torch.ops.aten.is_nonzero.default: False,
+}

@@ -1,0 +1,265 @@
+"""The moments of a step that can be its peak, and what a rank holds at each. No tensors.
+
+Forward only adds, so its end counts; backward is looked at where it enters a unit, within it, and
+where it leaves it, since activations go while gradients come.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..schedule import Action, Event
+from ..units import ROOT
+from .activations import Activations
+from .reductions import Group, Held
+from .schema import Peak
+from .states import States
+
+__all__ = ["CHECKPOINTING", "after_forward", "moments_of"]
+
+CHECKPOINTING = ("none", "block")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of a planned model.
+
+    Attributes:
+        states: what it holds of parameters, gradients and state.
+        activations: of its batch; None where they are not known.
+        checkpoints: whether blocks are recomputed in backward.
+    """
+
+    states: States
+    activations: Activations | None
+    checkpoints: bool
+
+    # --- activations
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks the model has."""
+        architecture = self.states.planned.shape.architecture
+        return architecture.layers if architecture is not None else 0
+
+    def kept(self, blocks: int) -> int:
+        """Bytes that forward left and backward has not come to, with so many blocks to go."""
+        a = self.activations
+        if a is None:
+            return 0
+        around = a.around - a.head_input
+        if self.checkpoints:
+            return around + a.around_checkpointed + blocks * a.block_input
+        return around + blocks * a.block
+
+    # --- units of stage 3
+
+    def whole(self, *units: str) -> int:
+        """Bytes of units that are whole: the root one, and these."""
+        nbytes = self.states.unit_nbytes
+        return sum(nbytes.get(unit, 0) for unit in {ROOT, *units})
+
+    @property
+    def frees_units(self) -> bool:
+        """Whether a unit is freed between its forward and its backward."""
+        return Action.IDLE in self.states.schedule.actions(Event.POST_FORWARD)
+
+    def whole_after_forward(self) -> int:
+        """Bytes of units when forward has returned."""
+        if self.frees_units:
+            return self.whole(self.states.last_unit)
+        return self.whole(*self.states.unit_nbytes)
+
+    def whole_in(self, unit: str, to_come: list[str]) -> int:
+        """Bytes of units in the backward of one: itself, and the one that is gathered ahead."""
+        lookups = self.states.planned.shape.lookups
+        used = [] if unit in lookups else [unit]
+        if not self.frees_units:
+            return self.whole(*used, *to_come)
+        ahead = [other for other in to_come if other != ROOT and other not in lookups]
+        return self.whole(*used, *ahead[:1])
+
+
+def after_forward(step: Step) -> dict[str, int]:
+    """What is held when forward has returned, from the second step on."""
+    a, held = step.activations, _before(step)
+    held["unsharded_parameters"] = step.whole_after_forward()
+    if a is not None:
+        held |= {
+            "inputs": a.inputs,
+            "activations": step.kept(step.blocks),
+            "logits_and_loss": a.head_input + a.loss_kept,
+        }
+    return {name: nbytes for name, nbytes in held.items() if nbytes}
+
+
+def moments_of(step: Step) -> Iterator[Peak]:
+    """What is held at each moment that can be the peak, from the second step on."""
+    a = step.activations
+    before, whole = _before(step), step.whole_after_forward()
+    if a is not None:
+        everything = {"activations": step.kept(step.blocks)}
+        for phase, loss in (("forward", a.loss_forward), ("backward", a.loss_backward)):
+            yield _moment(
+                phase,
+                "the loss",
+                before,
+                {**everything, "logits_and_loss": a.head_input + loss},
+                whole,
+                a.inputs,
+            )
+    if step.states.planned.process_group:
+        yield from _backward(step)
+    else:
+        yield from _backward_alone(step)
+    yield _step(step)
+
+
+def _before(step: Step) -> dict[str, int]:
+    """What a forward finds: states, and what the step before left."""
+    points = step.states.points
+    return dict(points["after_zero_grad"])
+
+
+def _moment(
+    phase: str,
+    where: str,
+    base: dict[str, int],
+    added: dict[str, int],
+    whole: int,
+    inputs: int,
+) -> Peak:
+    held = {**base, **added, "unsharded_parameters": whole, "inputs": inputs}
+    categories = {name: nbytes for name, nbytes in held.items() if nbytes}
+    return Peak(of="requested", step=None, phase=phase, where=where, categories=categories)
+
+
+def _gradients(held: Held, more: int = 0) -> dict[str, int]:
+    return {
+        "gradients": held.full + held.shards + more,
+        "communication": held.communication,
+    }
+
+
+def _backward(step: Step) -> Iterator[Peak]:
+    """Backward, unit by unit."""
+    groups, last, _ = step.states.backward
+    base = step.states.resident
+    a = step.activations
+    inputs = a.inputs if a is not None else 0
+    blocks = step.blocks
+    twice = _shared_gradient(step)
+    shared = 0
+    for number, group in enumerate(groups):
+        to_come = [other.unit for other in groups[number + 1 :]]
+        whole = step.whole_in(group.unit, to_come)
+        for name, held, temporary, left in _within(step, group, blocks):
+            made = {"temporary": temporary, **left}
+            yield _moment(
+                "backward",
+                name,
+                base,
+                {**made, **_gradients(held, shared)},
+                whole,
+                inputs,
+            )
+        blocks -= _is_block(step, group.unit)
+        shared = twice  # from the head on, where the embedding shares its weight
+    yield _moment(
+        "backward",
+        "the end",
+        base,
+        _gradients(last, shared),
+        step.whole(),
+        inputs,
+    )
+
+
+def _within(
+    step: Step, group: Group, blocks: int
+) -> Iterator[tuple[str, Held, int, dict[str, int]]]:
+    """(where, gradients, temporary, activations) in the backward of one unit."""
+    a = step.activations
+    name = group.unit or "the root unit"
+    if a is None:
+        yield name, group.entered, 0, {}
+        yield name, group.most, 0, {}
+        return
+    if _is_block(step, group.unit):
+        kept = step.kept(blocks)
+        recomputed = a.recomputed if step.checkpoints else 0
+        # The whole block is there where its backward begins, and its input's gradient at its end.
+        yield name, group.entered, a.gradient, {"activations": kept}
+        yield name, group.first, a.working, {"activations": kept + recomputed}
+        yield name, group.most, 2 * a.gradient, {"activations": step.kept(blocks - 1)}
+    elif blocks:
+        left = {"activations": step.kept(blocks), "logits_and_loss": a.head_input}
+        yield name, group.most, a.logits_gradient + a.gradient, left
+    else:
+        yield name, group.entered, a.gradient, {"activations": step.kept(0)}
+        yield name, group.most, a.gradient, {"activations": step.kept(0)}
+
+
+def _is_block(step: Step, unit: str) -> bool:
+    architecture = step.states.planned.shape.architecture
+    return architecture is not None and unit.startswith(f"{architecture.block_prefix}.")
+
+
+def _shared_gradient(step: Step) -> int:
+    """Bytes of the gradient of a head that is the embedding: autograd adds the embedding's last."""
+    architecture = step.states.planned.shape.architecture
+    if architecture is None or not architecture.tied:
+        return 0
+    slot = step.states.layout.slots[0]
+    return slot.numel * (4 if slot.spec.dtype == "float32" else 2)
+
+
+def _backward_alone(step: Step) -> Iterator[Peak]:
+    """Backward without a process group: gradients add up to all of them."""
+    a = step.activations
+    states = step.states
+    inputs = a.inputs if a is not None else 0
+    if a is not None and step.blocks:
+        recomputed = a.recomputed if step.checkpoints else 0
+        head = [s for s, unit in zip(states.layout.slots, states.structure, strict=True)
+                if not _is_block(step, unit)]  # fmt: skip
+        early = sum(s.numel for s in head[1:]) * (4 if head[0].spec.dtype == "float32" else 2)
+        yield _moment(
+            "backward",
+            _last_block(step),
+            states.resident,
+            {
+                "activations": step.kept(step.blocks) + recomputed,
+                "temporary": a.working,
+                "gradients": early + _shared_gradient(step),
+            },
+            0,
+            inputs,
+        )
+    yield _moment(
+        "backward",
+        "the end",
+        states.resident,
+        {
+            "gradients": states.whole_gradients + _shared_gradient(step),
+            "activations": step.kept(0),
+            "temporary": a.gradient if a is not None else 0,
+        },
+        0,
+        inputs,
+    )
+
+
+def _last_block(step: Step) -> str:
+    architecture = step.states.planned.shape.architecture
+    assert architecture is not None
+    return f"{architecture.block_prefix}.{architecture.layers - 1}"
+
+
+def _step(step: Step) -> Peak:
+    """The update: states and gradients, and without a process group fp32 copies of these."""
+    states = step.states
+    held = dict(states.points["after_backward"])
+    if not states.planned.process_group:
+        held["gradients"] += states.gradient_shards
+    inputs = step.activations.inputs if step.activations is not None else 0
+    return _moment("step", "", held, {}, 0, inputs)
