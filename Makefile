@@ -9,7 +9,7 @@ OUT    ?= runs/gpu
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-integrations gpu check types lint format pytest install clean
+.PHONY: demo test test-integrations gpu check types lint format pytest browser install clean
 
 demo: install  ## train a small language model under stages 0 to 3 on two ranks and compare
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) examples/finetune.py --compare --out runs/demo
@@ -33,7 +33,12 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-pytest: install
+browser:  ## what looks at HTML reports in the tests; they say so where it is missing
+	@command -v "$${CHROMIUM:-chromium}" >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	&& apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install \
+	chromium fonts-dejavu-core; } >/dev/null 2>&1 || echo "no chromium: its tests will be skipped"
+
+pytest: install browser
 	$(BIN)/python -m pytest -q
 
 format: install

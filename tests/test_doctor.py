@@ -166,11 +166,13 @@ CGROUPS = {
     },
     "second version, the limits of a folder above": {
         "proc/self/cgroup": "0::/pods/one\n",
-        "sys/fs/cgroup/pods/one/memory.max": "max\n",
-        "sys/fs/cgroup/pods/one/cpu.max": "max 100000\n",
+        "sys/fs/cgroup/pods/one/memory.max": f"{5 * GIB}\n",
+        "sys/fs/cgroup/pods/one/cpu.max": "400000 100000\n",
         "sys/fs/cgroup/pods/memory.max": f"{3 * GIB}\n",
         "sys/fs/cgroup/pods/memory.current": f"{GIB}\n",
         "sys/fs/cgroup/pods/cpu.max": "150000 100000\n",
+        "sys/fs/cgroup/memory.max": "max\n",
+        "sys/fs/cgroup/cpu.max": "max 100000\n",
     },
     "first version": {
         "proc/self/cgroup": "4:memory:/docker/one\n1:cpu,cpuacct:/docker/one\n0::/\n",

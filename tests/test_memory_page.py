@@ -8,7 +8,7 @@ from browser import Browser, find_browser
 from memory_samples import MIB, sawtooth
 
 from zeroshard.memory.report import write_html
-from zeroshard.memory.schema import gib
+from zeroshard.memory.schema import CATEGORIES, gib
 from zeroshard.memory.thinning import peak_index
 
 pytestmark = pytest.mark.skipif(
@@ -149,6 +149,8 @@ def test_at_rest_the_values_of_the_peak_are_shown(browser, path, reports):
         peak = report.timeline[peak_index(report.timeline, report.peak)]
         assert moment == f"peak, event {peak.at}, {words(peak)}"
         assert values.pop("total") == gib(report.peak.total)
+        stack = [name.replace("_", " ") for name in reversed(CATEGORIES)]
+        assert list(values) == [name for name in stack if name in values]
         assert {n: v for n, v in values.items() if v != "0 B"} == {
             name.replace("_", " "): gib(held) for name, held in report.peak.categories.items()
         }

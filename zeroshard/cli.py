@@ -10,6 +10,7 @@ import torch
 
 from .checkpoint.convert import FORMATS, convert
 from .cli_doctor import add_doctor
+from .cli_memory import add_plan
 from .errors import ZeroShardError
 
 __all__ = ["main"]
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
     command.set_defaults(run=_convert)
+    add_plan(commands)
     add_doctor(commands)
     return parser
 

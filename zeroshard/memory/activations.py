@@ -45,7 +45,8 @@ class Activations:
         around: what the model leaves outside of blocks and of the loss.
         around_checkpointed: what it holds on to beside, for recomputations.
         head_input: the part of `around` that is freed before backward comes to the last block.
-        working: the most that a backward of a block makes beyond what its forward left.
+        behind: what a block's backward makes before the first matrix has its gradient.
+        working: what it makes when that is there.
         gradient: the gradient of a block's output.
         inputs: the batch: token ids and labels.
         logits: logits, behind the head, of the model's dtype.
@@ -61,6 +62,7 @@ class Activations:
     around: int
     around_checkpointed: int
     head_input: int
+    behind: int
     working: int
     gradient: int
     inputs: int
@@ -154,21 +156,18 @@ def _head_input(a: Architecture, itemsize: int, tokens: int) -> int:
     return tokens * kept + (4 * a.hidden if a.family == "gemma" else 0)
 
 
-def _working(a: Architecture, itemsize: int) -> int:
-    """Bytes for each token that a block's backward makes where it is at its largest.
+def _working(a: Architecture, itemsize: int) -> tuple[int, int]:
+    """Bytes for each token that a block's backward makes where it may be at its largest.
 
-    That is within the feed-forward part: the gradients of the gate's activation, of up, and of
-    their product, while the product itself is freed.
+    Behind the experts, if there are any: rows' gradients, unsorted, sorted and weighted. Within the
+    feed-forward part, where the last matrix has its gradient: those of the gate's activation, of
+    up, and of their product, while the product itself, and the rows behind, are freed.
     """
-    k = a.experts_per_token
+    incoming, k = a.hidden * itemsize, a.experts_per_token
     if a.experts:
-        # Rows' gradients in fp32 behind the experts; or those of gate, up and product within.
-        behind = k * a.hidden * (4 + 4 if a.family == "mixtral" else 2 * itemsize)
-        within = k * (a.hidden + 2 * a.intermediate) * itemsize
-        return a.hidden * itemsize + max(behind, within)
-    if a.family == "gpt2":
-        return a.hidden * itemsize + 3 * a.intermediate * itemsize
-    return a.hidden * itemsize + 2 * a.intermediate * itemsize
+        behind = 3 * k * a.hidden * (4 if a.family == "mixtral" else itemsize)
+        return incoming + behind, incoming + k * (2 * a.intermediate - a.hidden) * itemsize
+    return incoming, incoming + 2 * a.intermediate * itemsize
 
 
 def activations_of(
@@ -198,8 +197,10 @@ def activations_of(
     embedded = tokens * a.hidden * mask_itemsize if a.has_dropout else 0
     copy = 0 if itemsize == 4 else 4 * a.vocab * tokens
     fp32 = 4 * a.vocab * tokens
-    # Shifted by one behind a padding; of one sequence that is a view of all.
-    labels = 8 * (tokens + (micro_batch == 1))
+    # Shifted by one behind a padding; of one sequence that is a view of the padded ones.
+    padded, shifted = 8 * (tokens + micro_batch), 8 * tokens if micro_batch > 1 else 0
+    scalars = 2 * 4  # the loss, and the number of labels or the loss's gradient
+    behind, working = _working(a, itemsize)
     return Activations(
         block=block * tokens + _flat(a),
         recomputed=block * tokens + _flat(a) - (block_input if keeps_input else 0),
@@ -207,12 +208,13 @@ def activations_of(
         around=head_input + angles + embedded + (positions if a.family == "gpt2" else 0),
         around_checkpointed=0 if a.family == "gpt2" else positions,
         head_input=head_input,
-        working=_working(a, itemsize) * tokens,
+        behind=behind * tokens,
+        working=working * tokens,
         gradient=a.hidden * itemsize * tokens,
         inputs=2 * 8 * tokens,
         logits=tokens * a.vocab * itemsize,
-        loss_forward=tokens * a.vocab * itemsize + copy + fp32 + labels,
-        loss_kept=fp32 + labels,
-        loss_backward=3 * fp32 + labels,
+        loss_forward=tokens * a.vocab * itemsize + copy + fp32 + padded + shifted + scalars,
+        loss_kept=fp32 + (shifted or padded) + scalars,
+        loss_backward=3 * fp32 + scalars,
         logits_gradient=tokens * a.vocab * itemsize,
     )

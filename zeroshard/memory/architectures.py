@@ -226,7 +226,7 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
         tied=bool(config.get("tie_word_embeddings", family == "gemma")),
         experts=(experts or 0) if is_moe else 0,
         experts_per_token=_number(config, "num_experts_per_tok") if is_moe else 0,
-        normalises_router=family == "mixtral" or bool(config.get("norm_topk_prob")),
+        normalises_router=family != "qwen3_moe" or bool(config.get("norm_topk_prob")),
         attention_bias=family == "qwen2" or bias,
         output_bias=bias and family != "qwen2",
         mlp_bias=bool(config.get("mlp_bias")) and family == "llama",

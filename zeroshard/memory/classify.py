@@ -18,6 +18,8 @@ def category_of(stored: Stored) -> str:
     """The category of a storage whose step is over: by owner, by identity, by lifetime."""
     if stored.owner or stored.identity:
         return stored.owner or stored.identity
+    if stored.was_sent and stored.outlived_step:
+        return "communication"  # such as a bucket of DDP's, wherever that was made
     if stored.is_behind_blocks:
         return "logits_and_loss"
     if stored.outlived_forward:

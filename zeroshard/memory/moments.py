@@ -107,10 +107,7 @@ def moments_of(step: Step) -> Iterator[Peak]:
                 whole,
                 a.inputs,
             )
-    if step.states.planned.process_group:
-        yield from _backward(step)
-    else:
-        yield from _backward_alone(step)
+    yield from _backward(step)
     yield _step(step)
 
 
@@ -188,7 +185,7 @@ def _within(
         kept = step.kept(blocks)
         recomputed = a.recomputed if step.checkpoints else 0
         # The whole block is there where its backward begins, and its input's gradient at its end.
-        yield name, group.entered, a.gradient, {"activations": kept}
+        yield name, group.entered, a.behind, {"activations": kept + recomputed}
         yield name, group.first, a.working, {"activations": kept + recomputed}
         yield name, group.most, 2 * a.gradient, {"activations": step.kept(blocks - 1)}
     elif blocks:
@@ -211,48 +208,6 @@ def _shared_gradient(step: Step) -> int:
         return 0
     slot = step.states.layout.slots[0]
     return slot.numel * (4 if slot.spec.dtype == "float32" else 2)
-
-
-def _backward_alone(step: Step) -> Iterator[Peak]:
-    """Backward without a process group: gradients add up to all of them."""
-    a = step.activations
-    states = step.states
-    inputs = a.inputs if a is not None else 0
-    if a is not None and step.blocks:
-        recomputed = a.recomputed if step.checkpoints else 0
-        head = [s for s, unit in zip(states.layout.slots, states.structure, strict=True)
-                if not _is_block(step, unit)]  # fmt: skip
-        early = sum(s.numel for s in head[1:]) * (4 if head[0].spec.dtype == "float32" else 2)
-        yield _moment(
-            "backward",
-            _last_block(step),
-            states.resident,
-            {
-                "activations": step.kept(step.blocks) + recomputed,
-                "temporary": a.working,
-                "gradients": early + _shared_gradient(step),
-            },
-            0,
-            inputs,
-        )
-    yield _moment(
-        "backward",
-        "the end",
-        states.resident,
-        {
-            "gradients": states.whole_gradients + _shared_gradient(step),
-            "activations": step.kept(0),
-            "temporary": a.gradient if a is not None else 0,
-        },
-        0,
-        inputs,
-    )
-
-
-def _last_block(step: Step) -> str:
-    architecture = step.states.planned.shape.architecture
-    assert architecture is not None
-    return f"{architecture.block_prefix}.{architecture.layers - 1}"
 
 
 def _step(step: Step) -> Peak:

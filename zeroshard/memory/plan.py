@@ -15,7 +15,7 @@ from .activations import Activations, activations_of
 from .architectures import Architecture
 from .models import ModelShape, shape_of
 from .moments import CHECKPOINTING, Step, after_forward, moments_of
-from .schema import CATEGORIES, Report
+from .schema import CATEGORIES, POINTS, Report
 from .states import Planned, States
 
 __all__ = ["Batch", "plan", "report_of"]
@@ -133,9 +133,8 @@ def report_of(states: States, batch: Batch | None, *, began: float | None = None
         checkpoints=batch is not None and batch.checkpointing == "block",
     )
     moments = list(moments_of(step))
-    points = dict(states.points)
-    if step.activations is not None:
-        points["after_forward"] = after_forward(step)
+    points = {**states.points, "after_forward": after_forward(step)}
+    points = {name: points[name] for name in POINTS}
     everything = [*points.values(), *(moment.categories for moment in moments)]
     maxima = {
         name: max(held.get(name, 0) for held in everything)
@@ -228,4 +227,8 @@ def _notes(states: States, batch: Batch | None, activations: Activations | None)
         notes.append(
             "Communication is that of gradients that come in the reverse order of the module's."
         )
+    notes.append(
+        "The peak is of what is requested: the driver's memory, and what torch's allocator "
+        "reserves beside, come on top."
+    )
     return notes

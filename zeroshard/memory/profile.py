@@ -1,19 +1,30 @@
 """Measures what a user's own training loop holds, on real tensors."""
 
-import time
+import uuid
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
+from dataclasses import asdict, replace
+from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..agreement import in_agreement
+from ..engine import engines_of
 from ..errors import ConfigError
+from ..transport import Op, Transport, connect
+from .allocator import AllocatorPeak, DeviceMemory, Snapshot
 from .classify import StepSummary, summarise, timeline_of
+from .ranks import of_all_ranks
 from .schema import Report, gib
+from .timing import Timing
 from .tracker import Step, Tracker
-from .watching import watching
+from .watching import watching_modules, watching_steps
+from .words import in_full
 
 __all__ = ["MemoryProfiler", "Recorder"]
 
@@ -78,21 +89,33 @@ class Recorder:
 class MemoryProfiler:
     """Follows what the training in its context holds, by category and over time.
 
-        with zeroshard.MemoryProfiler(model, optimizer) as profiler:
-            for batch in batches:  # three or four are enough
+        with zeroshard.MemoryProfiler(model, optimizer, steps=3) as profiler:
+            for batch in batches:
                 model(**batch).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        print(profiler.report().peak.in_words())
+        print(profiler)
 
     A step goes from the end of one `optimizer.step()` to the end of the next. Bytes are those of
     tensors, which is what an allocator is asked for; exact for all that PyTorch returns from its
-    operations, without what these use inside of themselves.
+    operations, without what these use inside of themselves. On a GPU, whose tensors alone count
+    there, torch's allocator is asked as well, and its peak statistics begin anew at every step.
+
+    Following takes time, which is reported. Outside of the context nothing is left behind, and no
+    reference to the model or the optimizer. Entered again, it starts from the beginning.
 
     Args:
-        model: what is trained.
-        optimizer: zeroshard's, or any other of torch's.
-        configuration: what the report says was measured, as plain values.
+        model: what is trained; a wrapper such as DistributedDataParallel where one is called.
+        optimizer: zeroshard's, or any other of torch's. One that is made anew for the same
+            parameters, inside of the context, takes its place.
+        steps: how many are followed; those after them run free in the context, and show what
+            following costs. None: all.
+        snapshot: a file for torch's own record of the allocator of a GPU.
+        configuration: what the report says was measured, beside what is known of the optimizer.
+
+    Raises:
+        ConfigError: the optimizer trains nothing of the model, or a snapshot is asked for without
+            a GPU.
     """
 
     def __init__(
@@ -100,27 +123,72 @@ class MemoryProfiler:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
+        steps: int | None = None,
+        snapshot: str | Path | None = None,
         configuration: Mapping[str, Any] | None = None,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.configuration = dict(configuration or {})
-        self._recorder = Recorder()
-        self._tracker = Tracker(self._recorder.take)
-        self._context = ExitStack()
-        self._seconds = 0.0
+        optimizer = _unwrapped(optimizer)
+        _check(model, optimizer, steps)
+        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
+        self._most_steps = steps
+        self._device = _device_of(optimizer)
+        if snapshot is not None and self._device.type != "cuda":
+            raise ConfigError(
+                "a snapshot records the allocator of a GPU, but the parameters are on "
+                f"{self._device}: leave snapshot= out, report() has the same for tensors"
+            )
+        self._snapshot = None if snapshot is None else Snapshot(snapshot)
+        self.configuration = {**_described(model, optimizer), **(configuration or {})}
+        self._recorder, self._timing = Recorder(), Timing()
+        self._tracker = Tracker(self._take, self._device.type)
+        self._allocator: DeviceMemory | None = None
+        self._allocator_peaks: list[AllocatorPeak] = []
+        self._hooks, self._following = ExitStack(), ExitStack()
 
     def __enter__(self) -> "MemoryProfiler":
-        self._seconds = -time.perf_counter()
-        with ExitStack() as stack:
-            stack.enter_context(self._tracker.running())
-            stack.enter_context(watching(self._tracker, self.model, self.optimizer))
-            self._tracker.mark("constructed")
-            self._context = stack.pop_all()
+        model, optimizer = self._model(), self._optimizer()
+        if model is None or optimizer is None:
+            raise ConfigError(
+                "the model or the optimizer of this profiler is gone: make a new "
+                "MemoryProfiler(model, optimizer)"
+            )
+        with ExitStack() as following, ExitStack() as hooks:
+            tracker = Tracker(self._take, self._device.type)
+            following.enter_context(tracker.running())
+            self._tracker = tracker  # not before: the one that is running may be our own
+            self._recorder, self._timing = Recorder(), Timing()
+            self._allocator_peaks = []
+            hooks.enter_context(watching_steps(tracker, model, optimizer, self._step_is_over))
+            following.enter_context(watching_modules(tracker, model))
+            if self._device.type == "cuda":
+                self._allocator = DeviceMemory(self._device)
+            if self._snapshot is not None:
+                self._snapshot.begin()
+                following.callback(self._snapshot.end)
+            tracker.mark("constructed")
+            self._following, self._hooks = following.pop_all(), hooks.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._context.close()
-        self._seconds += time.perf_counter()
+        with self._hooks, self._following:
+            self._timing.end()
+
+    def _take(self, step: Step) -> None:
+        if self._allocator is not None:
+            self._allocator_peaks.append(self._allocator.take())
+        self._recorder.take(step)
+
+    def _step_is_over(self) -> None:
+        self._timing.step_is_over(was_followed=self._tracker.is_running)
+        enough = self._most_steps is not None and len(self.summaries) >= self._most_steps
+        # A mode that somebody put on top of ours is theirs to take off first.
+        if enough and self._tracker.is_running and _get_current_dispatch_mode() is self._tracker:
+            self._following.close()
+
+    @property
+    def is_following(self) -> bool:
+        """Whether steps are being followed: in the context, until there were enough."""
+        return self._tracker.is_running
 
     @property
     def summaries(self) -> Sequence[StepSummary]:
@@ -133,7 +201,39 @@ class MemoryProfiler:
         Raises:
             ConfigError: no optimizer step was made in the context.
         """
-        return self._recorder.report("profile", self.configuration, seconds=self._seconds)
+        found = self._recorder.report("profile", self.configuration, seconds=self._timing.total)
+        notes = [*found.notes, *self._timing.in_words()]
+        notes += [f"Grows from step to step: {growth}." for growth in self.growing()]
+        maxima = dict(found.maxima)
+        highest = self._recorder.highest
+        if self._allocator_peaks and highest is not None:
+            allocator = self._allocator_peaks[highest.number - 1]
+            maxima.update(allocator.categories())
+            notes.insert(0, allocator.in_words(found.peak.total))
+        return replace(found, notes=notes, maxima=maxima)
+
+    def gather_report(self) -> Report:
+        """The report of the rank with the highest peak, with maxima and imbalance over all ranks.
+
+        Every rank must call it, after the steps; each gets the same.
+
+        Raises:
+            ConfigError: a rank made no step; on all ranks.
+        """
+        transport = self._transport()
+        op = Op("memory report")
+        with in_agreement(transport, str(op)):
+            own = self.report()
+        name = uuid.uuid4().hex
+        peaks = transport.all_gather_object((own.peak.total, name), op=op)
+        _, highest = max(peaks, key=lambda peak: peak[0])
+        shown = own if name == highest else replace(own, timeline=())  # which is long
+        return of_all_ranks(transport.all_gather_object(shown, op=op))
+
+    def _transport(self) -> Transport:
+        model = self._model()
+        engines = [] if model is None else engines_of(model.parameters())
+        return engines[0].transport if engines else connect(None, self._device)
 
     def growing(self) -> list[str]:
         """Categories that hold more before every forward than before the one before, in words.
@@ -149,3 +249,54 @@ class MemoryProfiler:
             if all(before < after for before, after in pairwise(held)):
                 found.append(f"{name}: {gib(held[0])} to {gib(held[-1])} in {len(held)} steps")
         return found
+
+    def __str__(self) -> str:
+        if not self.summaries:
+            return "MemoryProfiler: no step was seen yet"
+        return in_full(self.report())
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """What is inside of a wrapper, such as Accelerate's."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _trained_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int | None) -> None:
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            "MemoryProfiler takes a torch.nn.Module and a torch.optim.Optimizer, got "
+            f"{type(model).__name__} and {type(optimizer).__name__}"
+        )
+    if steps is not None and (not isinstance(steps, int) or steps < 1):
+        raise ConfigError(f"steps must be a whole number of at least 1 or None, got {steps!r}")
+    if not set(map(id, model.parameters())) & set(map(id, _trained_by(optimizer))):
+        raise ConfigError(
+            "the optimizer trains no parameter of the model: pass the model that it was built for"
+        )
+
+
+def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    devices = (parameter.device for parameter in _trained_by(optimizer))
+    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
+
+
+def _described(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a report says was measured."""
+    kind = type(optimizer)
+    described: dict[str, Any] = {
+        "model": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "optimizer": f"{kind.__module__.partition('.')[0]}.{kind.__name__}",
+    }
+    for engine in engines_of(_trained_by(optimizer))[:1]:
+        described["world_size"] = engine.transport.num_ranks
+        chosen = asdict(engine.options)
+        described.update({name: chosen[name] for name in ("stage", "bucket_mb")})
+        described.update({name: chosen["precision"][name] for name in ("master", "moments")})
+    return described

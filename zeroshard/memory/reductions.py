@@ -19,7 +19,7 @@ from ..storage import _size_class
 from ..transport.gloo import Gloo
 from ..units import ROOT
 
-__all__ = ["TRANSPORTS", "Group", "Held", "Wire", "walk"]
+__all__ = ["TRANSPORTS", "Group", "Held", "Wire", "walk", "walk_alone"]
 
 TRANSPORTS = ("nccl", "gloo")
 LAST = (ROOT, KEPT_WHOLE)
@@ -342,3 +342,22 @@ def walk(
     reductions.end()
     most = reductions.take_most()
     return groups, most, reductions.now()
+
+
+def walk_alone(layout: Layout, units: Sequence[str]) -> tuple[list[Group], Held, Held]:
+    """As `walk`, without a process group: gradients stay where autograd makes them."""
+    full, groups = 0, []
+    order = [(slot, units[slot]) for slot in reversed(range(len(units)))]
+    for unit, members in groupby(order, key=lambda entry: entry[1]):
+        entered, first = _plain(full), None
+        for slot, _ in members:
+            full += _grad_nbytes(layout.slots[slot])
+            if first is None and len(layout.slots[slot].spec.shape) > 1:
+                first = _plain(full)
+        most = _plain(full)
+        groups.append(Group(unit=unit, entered=entered, first=first or most, most=most))
+    return groups, _plain(full), _plain(full)
+
+
+def _plain(full: int) -> Held:
+    return Held(full=full, shards=0, communication=0)

@@ -25,13 +25,13 @@ __all__ = [
 ]
 
 CATEGORIES: Mapping[str, str] = {
-    "parameters": "parameters that stay: flat buffers or shards, frozen ones included",
-    "unsharded_parameters": "parameters of units that stage 3 holds whole for their use",
-    "buffers": "buffers of modules",
+    "parameters": "those that stay: flat buffers or shards, frozen ones included",
+    "unsharded_parameters": "of units that stage 3 holds whole for their use",
+    "buffers": "of modules",
     "inputs": "what the batch is made of",
-    "gradients": "gradients: autograd's until they are moved, shards, full buffers that stay",
-    "master": "fp32 masters, or the halves of them that the parameters do not hold",
-    "moments": "AdamW's moments with their scales",
+    "gradients": "autograd's until they are moved, shards, full buffers that stay",
+    "master": "fp32 weights, or the halves of them that parameters do not hold",
+    "moments": "AdamW's, with their scales",
     "communication": "buckets, wire casts and staging of collectives",
     "activations": "what a forward or a recomputation made and left for backward",
     "logits_and_loss": "what was made behind the last block, until backward comes back to it",

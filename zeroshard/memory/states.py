@@ -17,7 +17,7 @@ from ..layout import KEPT_WHOLE, Layout, ParamSpec, plan_layout
 from ..schedule import Action, Event, Schedule, compile_schedule
 from ..units import ROOT
 from .models import ModelShape
-from .reductions import TRANSPORTS, Group, Held, Wire, walk
+from .reductions import TRANSPORTS, Group, Held, Wire, walk, walk_alone
 
 __all__ = ["Planned", "States"]
 
@@ -174,8 +174,10 @@ class States:
 
     @cached_property
     def backward(self) -> tuple[list[Group], Held, Held]:
-        """See `walk`; with a process group only."""
+        """See `walk`."""
         planned = self.planned
+        if not planned.process_group:
+            return walk_alone(self.layout, self.structure)
         wire = Wire(transport=planned.transport, world_size=planned.world_size, rank=planned.rank)
         # Of the precision, only what travels matters.
         plain = replace(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..errors import ConfigError
 from ..ownership import observed_by
 from ..tracing import followed_by
 
@@ -37,6 +38,7 @@ class Stored:
         is_behind_blocks: made between the end of the last block and backward's return to it.
         outlived_forward: whether it was there when the forward that made it ended.
         outlived_step: whether it was there when the step that made it was over.
+        was_sent: whether a collective was given it.
         operation: what made it.
     """
 
@@ -46,6 +48,7 @@ class Stored:
     is_behind_blocks: bool = False
     outlived_forward: bool = False
     outlived_step: bool = False
+    was_sent: bool = False
     operation: str = ""
 
 
@@ -89,11 +92,13 @@ class Tracker(TorchDispatchMode):
 
     Args:
         on_step: called with every step that is over, whose storages are all known by then.
+        device_type: whose bytes count, "cpu" or "cuda".
     """
 
-    def __init__(self, on_step: Callable[[Step], None]) -> None:
+    def __init__(self, on_step: Callable[[Step], None], device_type: str = "cpu") -> None:
         super().__init__()
         self.on_step = on_step
+        self.device_type = device_type
         self.step = Step(number=1)
         self._stored: dict[int, tuple[Stored, Any]] = {}  # by address of the storage's object
         self._made_as_data: list[Stored] = []
@@ -109,6 +114,7 @@ class Tracker(TorchDispatchMode):
         self._last_moment: tuple[str, str] = ("", "")
         self._scans: list[Callable[[], Iterable[tuple[Tensor, str]]]] = []
         self.has_blocks = False
+        self.is_running = False
 
     # --- storages
 
@@ -119,11 +125,14 @@ class Tracker(TorchDispatchMode):
             if kind not in _PLAIN:
                 return NotImplemented  # a subclass, which takes itself apart first
         if torch._C._current_graph_task_id() != -1:
-            if self._phase == "forward":
+            if self._phase in ("forward", "data"):
                 self._begin_backward()
         elif self._phase == "backward" and not self._is_recomputing and not self._ranges:
             self._set_phase("data")
         self._see_given(args)
+        if func.namespace == "c10d":
+            for tensor in _tensors(args):
+                self._look_at(tensor, "").was_sent = True
         out = func(*args, **(kwargs or {}))
         if not func.is_view:
             self._see(out, func)
@@ -164,7 +173,7 @@ class Tracker(TorchDispatchMode):
         stored = Stored(operation=operation)
         key = storage._cdata
         self._stored[key] = (stored, weakref.ref(storage, lambda _: self._died(key)))
-        if tensor.device.type != "meta":
+        if tensor.device.type == self.device_type:
             self._resize(stored, storage.nbytes())
         if self._forward is not None:
             self._forward.made.append(stored)
@@ -191,7 +200,7 @@ class Tracker(TorchDispatchMode):
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage has another size."""
         known = self._stored.get(storage._cdata)
-        if known is not None:
+        if known is not None and storage.device.type == self.device_type:
             self._resize(known[0], storage.nbytes())
 
     def live(self) -> list[tuple[Stored, int]]:
@@ -229,6 +238,9 @@ class Tracker(TorchDispatchMode):
     def mark(self, point: str) -> None:
         """Nothing is under way: a point of the step."""
         self.identify()
+        self._note_point(point)
+
+    def _note_point(self, point: str) -> None:
         self.step.points[point] = len(self.step.changes)
 
     def identify(self) -> None:
@@ -244,11 +256,13 @@ class Tracker(TorchDispatchMode):
         self._scans.append(scan)
 
     def _begin_forward(self) -> None:
+        self.identify()  # what nobody knows then, and was made just before, is the batch
         for stored in self._made_as_data:
             if stored.nbytes:
                 stored.identity = stored.identity or "inputs"
         self._made_as_data.clear()
-        self.mark("after_zero_grad")
+        if "after_zero_grad" not in self.step.points:  # not before a further micro-batch
+            self._note_point("after_zero_grad")
         self._forward = _Forward()
         self._set_phase("forward")
 
@@ -310,7 +324,10 @@ class Tracker(TorchDispatchMode):
             for module in dict.fromkeys([model, *names]):
                 name = names.get(module, "")
                 for hook in (
-                    module.register_forward_pre_hook(self._entered(name), with_kwargs=True),
+                    # Before those that gather what it needs: these gathers are in it.
+                    module.register_forward_pre_hook(
+                        self._entered(name), with_kwargs=True, prepend=True
+                    ),
                     module.register_forward_hook(
                         self._left(name, module in blocks), always_call=True
                     ),
@@ -332,6 +349,11 @@ class Tracker(TorchDispatchMode):
                         stored = self._look_at(part, "")
                         stored.identity = stored.identity or "inputs"
                 self._begin_forward()
+            elif self._depth == 0:  # once more before a backward
+                for tensor in _tensors((args, kwargs)):
+                    if not tensor.requires_grad and type(tensor) in _PLAIN:
+                        stored = self._look_at(tensor, "")
+                        stored.identity = stored.identity or "inputs"
             self._depth += 1
             if name:
                 self._modules.append(name)
@@ -343,6 +365,10 @@ class Tracker(TorchDispatchMode):
             self._depth -= 1
             if name and self._modules:
                 self._modules.pop()
+            if self._depth == 0 and not self._is_recomputing and not torch.is_grad_enabled():
+                self._forward = None  # an evaluation: nothing is left for a backward
+                self._set_phase("data")
+                return
             if self._is_recomputing:
                 if self._depth == 0:
                     self._end_forward()
@@ -383,9 +409,25 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Follow everything that this thread and its backwards do."""
-        with observed_by(self), followed_by(self._in_range), self:
-            yield
+        """Follow everything that this thread and its backwards do.
+
+        Raises:
+            ConfigError: another tracker is running.
+        """
+        global _running
+        if _running:
+            raise ConfigError(
+                "memory is being followed already, by a MemoryProfiler or a simulation: end that "
+                "one first, they would count each other's tensors"
+            )
+        _running = self.is_running = True
+        try:
+            with observed_by(self), followed_by(self._in_range), self:
+                yield
+        finally:
+            _running = self.is_running = False
+            self._stored.clear()  # with them their weak references, and what these cost
+            self._scans.clear()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -409,4 +451,5 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
     return []
 
 
+_running = False
 _PLAIN = {Tensor, nn.Parameter, nn.Buffer}

@@ -1,17 +1,24 @@
 """What a tracker is told of a model and its optimizer: which modules to watch, what is what."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from .. import accounts
 from ..engine import engines_of
 from ..units import ROOT, plan_units
 from .tracker import Tracker
 
-__all__ = ["blocks_of", "watching"]
+__all__ = ["blocks_of", "watching", "watching_modules", "watching_steps"]
 
 Scan = Callable[[], Iterable[tuple[Tensor, str]]]
 
@@ -31,20 +38,47 @@ def watching(
     tracker: Tracker, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[None]:
     """Let a tracker know a model and its optimizer for as long as the context lasts."""
+    with watching_steps(tracker, model, optimizer), watching_modules(tracker, model):
+        yield
+
+
+@contextmanager
+def watching_modules(tracker: Tracker, model: nn.Module) -> Iterator[None]:
+    """Let a tracker know which modules of a model are running."""
     blocks = blocks_of(model)
     names: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         inside = [block for block in blocks if name.startswith(f"{block}.")]
         if name and not any("." in name[len(block) + 1 :] for block in inside):
             names[module] = name
-    tracker.also_scan(_of_optimizer(optimizer))
+    with tracker.following(model, names, set(blocks.values())):
+        yield
+
+
+@contextmanager
+def watching_steps(
+    tracker: Tracker,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    then: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Let a tracker know what an optimizer and its model hold, and when it steps.
+
+    Args:
+        tracker: that is running; when it does not any more, it is told nothing.
+        model: what is trained.
+        optimizer: by what.
+        then: called at the end of every step.
+    """
+    steps = _Steps(tracker, model, optimizer, then)
+    del optimizer  # one that is made anew may replace it
+    tracker.also_scan(steps.scan)
     tracker.also_scan(_of_model(model))  # where a parameter is a placeholder, the engine said so
     tracker.identify()
-    before = optimizer.register_step_pre_hook(lambda *_: tracker.begin_step())
-    after = optimizer.register_step_post_hook(lambda *_: tracker.end_step())
+    before = register_optimizer_step_pre_hook(steps.before)
+    after = register_optimizer_step_post_hook(steps.after)
     try:
-        with tracker.following(model, names, set(blocks.values())):
-            yield
+        yield
     finally:
         before.remove()
         after.remove()
@@ -73,6 +107,76 @@ def _held_by(thing: object, seen: set[int]) -> Iterator[Tensor]:
         yield from _held_by(part, seen)
 
 
+class _Steps:
+    """When the optimizer steps, or one that was made in its place; what all of the model's hold.
+
+    Keeps no optimizer alive.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        then: Callable[[], None],
+    ) -> None:
+        self.tracker, self.then = tracker, then
+        self.model = weakref.ref(model)
+        self.trained = _parameters_of(optimizer)
+        self.known = [weakref.ref(optimizer)]
+
+    def _is_followed(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self.known[0]() is optimizer:
+            return True
+        held = _parameters_of(optimizer)
+        if held & self.trained:  # made anew, for the same parameters
+            self.known[0] = weakref.ref(optimizer)
+            self.trained = held
+            return True
+        model = self.model()
+        is_new = all(other() is not optimizer for other in self.known)
+        if is_new and model is not None and held & set(map(id, model.parameters())):
+            self.known.append(weakref.ref(optimizer))
+        return False
+
+    def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """A step begins; with a closure, only when that has returned."""
+        if not self._is_followed(optimizer) or not self.tracker.is_running:
+            return None
+        kwargs = dict(kwargs)
+        closure = kwargs.pop("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self.tracker.begin_step()
+            return None
+
+        @wraps(closure)
+        def followed() -> Any:
+            loss = closure()
+            if self.tracker.is_running:
+                self.tracker.begin_step()
+            return loss
+
+        return (args[0], followed, *args[2:]), kwargs
+
+    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """It is over."""
+        if self._is_followed(optimizer):
+            if self.tracker.is_running:
+                self.tracker.end_step()
+            self.then()
+
+    def scan(self) -> Iterator[tuple[Tensor, str]]:
+        """What the optimizers hold, and what it is."""
+        for reference in self.known:
+            optimizer = reference()
+            if optimizer is not None:
+                yield from _of_optimizer(optimizer)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
 def _of_model(model: nn.Module) -> Scan:
     def scan() -> Iterator[tuple[Tensor, str]]:
         for parameter in model.parameters():
@@ -85,17 +189,14 @@ def _of_model(model: nn.Module) -> Scan:
     return scan
 
 
-def _of_optimizer(optimizer: torch.optim.Optimizer) -> Scan:
-    def scan() -> Iterator[tuple[Tensor, str]]:
-        engines = engines_of(p for group in optimizer.param_groups for p in group["params"])
-        for engine in engines:
-            yield from accounts.tensors_of(engine)
-            for tensor in _held_by(engine, set()):
-                yield tensor, "bookkeeping"
-        if not engines:  # any other optimizer
-            for state in optimizer.state.values():
-                for name, value in state.items():
-                    if isinstance(value, Tensor):
-                        yield value, "bookkeeping" if name == "step" else "moments"
-
-    return scan
+def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, str]]:
+    engines = engines_of(p for group in optimizer.param_groups for p in group["params"])
+    for engine in engines:
+        yield from accounts.tensors_of(engine)
+        for tensor in _held_by(engine, set()):
+            yield tensor, "bookkeeping"
+    if not engines:  # any other optimizer
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    yield value, "bookkeeping" if name == "step" else "moments"

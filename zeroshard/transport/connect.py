@@ -85,7 +85,8 @@ def _sub(mesh: DeviceMesh, axis: int) -> DeviceMesh:
     return DeviceMesh.from_group(mesh.get_group(axis), mesh.device_type)
 
 
-_known: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+# By the name of the user's group, which another one may have after that was destroyed.
+_known: dict[str, tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]]] = {}
 
 
 def _communicators(
@@ -96,14 +97,16 @@ def _communicators(
     The user's own collectives, and ours of the other direction, then cannot come in between in
     another order on another rank. All optimizers over one group share them.
     """
-    if group.group_name not in _known:
+    known = _known.get(group.group_name)
+    if known is None or known[0] is not group:
         kind: dict[str, Any] = {
             "backend": "fake" if dist.get_backend(group) == "fake" else "nccl",
             "timeout": timeout_of(group, device),
             "use_local_synchronization": True,
         }
-        _known[group.group_name] = (dist.new_group(ranks, **kind), dist.new_group(ranks, **kind))
-    return _known[group.group_name]
+        known = (group, (dist.new_group(ranks, **kind), dist.new_group(ranks, **kind)))
+        _known[group.group_name] = known
+    return known[1]
 
 
 def _axis(mesh: DeviceMesh, device: torch.device) -> Transport:

@@ -1,0 +1,88 @@
+"""Presets against what was published, and against the modules that transformers builds."""
+
+import math
+
+import pytest
+import torch
+
+from zeroshard.errors import ConfigError
+from zeroshard.memory import architectures
+from zeroshard.memory.models import shape_of
+from zeroshard.memory.presets import PRESETS, preset
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_as_many_parameters_as_was_published(name):
+    found = architectures.parameters(PRESETS[name].architecture)
+    assert sum(math.prod(shape) for _, shape in found) == PRESETS[name].numel
+    assert shape_of(name).numel == PRESETS[name].numel
+
+
+CLASSES = {"gpt2": "GPT2", "qwen3_moe": "Qwen3Moe"}
+
+
+def config_of(architecture):
+    """The configuration of transformers with an architecture's numbers."""
+    transformers = pytest.importorskip("transformers")
+    a = architecture
+    if a.family == "gpt2":
+        values = {
+            "n_embd": a.hidden,
+            "n_layer": a.layers,
+            "n_head": a.heads,
+            "n_positions": a.positions,
+        }
+    else:
+        values = {
+            "hidden_size": a.hidden,
+            "num_hidden_layers": a.layers,
+            "num_attention_heads": a.heads,
+            "num_key_value_heads": a.kv_heads,
+            "head_dim": a.head_dim,
+            "intermediate_size": a.intermediate,
+            "moe_intermediate_size": a.intermediate,
+            "num_local_experts": a.experts,
+            "num_experts": a.experts,
+            "num_experts_per_tok": a.experts_per_token,
+            "norm_topk_prob": a.normalises_router,
+        }
+    if not a.experts:
+        values = {key: value for key, value in values.items() if "exp" not in key}
+        values.pop("moe_intermediate_size", None)
+        values.pop("norm_topk_prob", None)
+    values |= {"vocab_size": a.vocab, "tie_word_embeddings": a.tied, "bos_token_id": 1}
+    values |= {"eos_token_id": 2, "pad_token_id": None}
+    if a.family == "mistral":
+        values["sliding_window"] = None
+    return transformers.AutoConfig.for_model(a.family, **values)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_module_that_transformers_builds(name):
+    """Names, shapes, order, units and buffers; blocks beyond the third repeat the others."""
+    transformers = pytest.importorskip("transformers")
+    architecture = PRESETS[name].architecture
+    few = {f: getattr(architecture, f) for f in architecture.__dataclass_fields__} | {"layers": 3}
+    architecture = architectures.Architecture(**few)
+    config = config_of(architecture)
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    built, planned = shape_of(module), shape_of(architecture, dtype="fp32")
+    assert built.trained == tuple(_on_meta(spec) for spec in planned.trained)
+    assert built.lookups == planned.lookups
+    assert built.buffers_nbytes == planned.buffers_nbytes
+    assert built.architecture == architecture
+
+
+def _on_meta(spec):
+    values = {name: getattr(spec, name) for name in spec.__dataclass_fields__}
+    return type(spec)(**{**values, "device": "meta"})
+
+
+def test_names_are_found_in_either_case_and_near_matches_are_listed():
+    assert preset("Llama-3-8B") is PRESETS["llama-3-8b"]
+    assert preset("llama_3_70b") is PRESETS["llama-3-70b"]
+    with pytest.raises(ConfigError, match="did you mean .*mixtral-8x7b"):
+        preset("mixtral-7b")
+    with pytest.raises(ConfigError, match="did you mean .*qwen3-8b"):
+        preset("qwen3-9b")
