@@ -353,10 +353,16 @@ def test_nothing_is_left_behind():
 
 def test_an_exception_inside_leaves_nothing_behind():
     model, optimizer = setting()
-    with pytest.raises(ZeroDivisionError), MemoryProfiler(model, optimizer) as profiler:
-        train(model, optimizer, 2)
-        loss_of(model, batch())
-        raise ZeroDivisionError
+
+    def fail(profiler):
+        with profiler:
+            train(model, optimizer, 2)
+            loss_of(model, batch())
+            raise ZeroDivisionError
+
+    profiler = MemoryProfiler(model, optimizer)
+    with pytest.raises(ZeroDivisionError):
+        fail(profiler)
     assert_nothing_is_left(model)
     assert profiler.report().peak.step == 2
     train(model, optimizer)
@@ -387,7 +393,7 @@ def test_an_exception_in_a_forward_does_not_disturb_the_next_step():
 def test_profilers_do_not_nest():
     model, optimizer = setting()
     with MemoryProfiler(model, optimizer) as profiler:
-        with pytest.raises(ConfigError, match="followed already.*end that one first"):
+        with pytest.raises(ConfigError, match=r"followed already.*end that one first"):
             MemoryProfiler(model, optimizer).__enter__()
         with pytest.raises(ConfigError, match="followed already"):
             profiler.__enter__()

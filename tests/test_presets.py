@@ -82,7 +82,7 @@ def _on_meta(spec):
 def test_names_are_found_in_either_case_and_near_matches_are_listed():
     assert preset("Llama-3-8B") is PRESETS["llama-3-8b"]
     assert preset("llama_3_70b") is PRESETS["llama-3-70b"]
-    with pytest.raises(ConfigError, match="did you mean .*mixtral-8x7b"):
+    with pytest.raises(ConfigError, match=r"did you mean .*mixtral-8x7b"):
         preset("mixtral-7b")
-    with pytest.raises(ConfigError, match="did you mean .*qwen3-8b"):
+    with pytest.raises(ConfigError, match=r"did you mean .*qwen3-8b"):
         preset("qwen3-9b")

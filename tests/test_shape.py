@@ -34,7 +34,8 @@ LAYERS = [
     ["checkpoint"],
     ["integrations", "memory"],
     ["__init__", "doctor"],
-    ["cli_doctor", "cli_measure", "cli_memory"],
+    ["cli_doctor", "cli_memory"],
+    ["cli_measure"],
     ["cli"],
     ["__main__"],
 ]

@@ -10,6 +10,7 @@ import torch
 
 from .checkpoint.convert import FORMATS, convert
 from .cli_doctor import add_doctor
+from .cli_measure import add_profile, add_simulate
 from .cli_memory import add_plan
 from .errors import ZeroShardError
 
@@ -76,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
     command.set_defaults(run=_convert)
     add_plan(commands)
+    add_simulate(commands)
+    add_profile(commands)
     add_doctor(commands)
     return parser
 

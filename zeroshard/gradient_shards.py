@@ -138,8 +138,8 @@ class GradientShards:
     def clear_in_bucket(self, bucket: int, slots: Iterable[int]) -> None:
         """Zero the parts of `slots` that lie in one bucket's shard."""
         for slot in slots:
-            for run in self.layout.runs_of_slot[slot]:
-                if run.bucket == bucket and run.rank == self.transport.rank:
+            for run in self.layout.runs_of_rank(self.transport.rank)[slot]:
+                if run.bucket == bucket:
                     gradients = self._of_arena(self.arena_of(slot))
                     gradients[run.shard_offset : run.shard_offset + run.numel].zero_()
 

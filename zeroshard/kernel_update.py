@@ -57,8 +57,8 @@ def plan_rows(
     for bucket in buckets:
         first = len(rows)
         for slot in layout.slots_of_bucket[bucket]:
-            for run in layout.runs_of_slot[slot]:
-                if run.bucket != bucket or run.rank != rank:
+            for run in layout.runs_of_rank(rank)[slot]:
+                if run.bucket != bucket:
                     continue
                 parameter = run.shard_offset if sharded else run.arena_offset
                 key = first_block[slot] + run.slot_offset // BLOCK

@@ -6,7 +6,7 @@ neither cut looks at slots. A run is the part of a rank's shard that belongs to 
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -144,22 +144,72 @@ class Layout:
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """All runs of all ranks, by slot and then by offset in the slot."""
-        return tuple(
-            run for slot in self.slots for run in _runs_of(slot, self.arenas[slot.arena], self)
-        )
+        return tuple(run for runs in self.runs_of_slot for run in runs)
 
     @cached_property
     def runs_of_slot(self) -> tuple[tuple[Run, ...], ...]:
         """The runs of each slot over all ranks."""
-        found: list[list[Run]] = [[] for _ in self.slots]
-        for run in self.runs:
-            found[run.slot].append(run)
-        return tuple(tuple(runs) for runs in found)
+        return tuple(tuple(self._runs_of(slot)) for slot in self.slots)
+
+    @cached_property
+    def _runs_of_rank(self) -> dict[int, tuple[tuple[Run, ...], ...]]:
+        return {}
+
+    def runs_of_rank(self, rank: int) -> tuple[tuple[Run, ...], ...]:
+        """The runs of each slot on one rank, however many ranks there are."""
+        known = self._runs_of_rank
+        if rank not in known:
+            known[rank] = tuple(tuple(self._runs_of(slot, rank)) for slot in self.slots)
+        return known[rank]
+
+    def ranges_by_rank(self, slot: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each rank, (start, elements) of its runs of a slot, in the slot."""
+        by_rank: list[list[tuple[int, int]]] = [[] for _ in range(self.world_size)]
+        for bucket, begin, end in self._parts(self.slots[slot]):
+            from_slot = bucket.offset - self.slots[slot].offset
+            size = bucket.shard_numel
+            for rank in range(begin // size, (end - 1) // size + 1):
+                start = max(begin, rank * size)
+                by_rank[rank].append((from_slot + start, min(end, (rank + 1) * size) - start))
+        return tuple(tuple(ranges) for ranges in by_rank)
 
     @cached_property
     def buckets_of_slot(self) -> tuple[tuple[int, ...], ...]:
         """The buckets that hold a part of each slot; none for a zero-size slot."""
-        return tuple(tuple(dict.fromkeys(run.bucket for run in runs)) for runs in self.runs_of_slot)
+        return tuple(
+            tuple(bucket.index for bucket, _, _ in self._parts(slot)) for slot in self.slots
+        )
+
+    def _parts(self, slot: Slot) -> Iterator[tuple[Bucket, int, int]]:
+        """Each bucket that the slot lies in, with [begin, end) of its part there."""
+        if slot.numel == 0:
+            return
+        buckets = self.arenas[slot.arena].buckets
+        bucket_numel = buckets[0].numel
+        first = slot.offset // bucket_numel
+        last = (slot.offset + slot.numel - 1) // bucket_numel
+        for bucket in buckets[first : last + 1]:
+            begin = max(slot.offset - bucket.offset, 0)
+            yield bucket, begin, min(slot.offset + slot.numel - bucket.offset, bucket.numel)
+
+    def _runs_of(self, slot: Slot, rank: int | None = None) -> Iterator[Run]:
+        """The slot's runs over all ranks, or on one, in the order of their elements."""
+        for bucket, begin, end in self._parts(slot):
+            ranks = range(begin // bucket.shard_numel, (end - 1) // bucket.shard_numel + 1)
+            if rank is not None:
+                ranks = range(rank, rank + 1) if rank in ranks else range(0)
+            for owner in ranks:
+                shard = owner * bucket.shard_numel
+                start, stop = max(begin, shard), min(end, shard + bucket.shard_numel)
+                yield Run(
+                    slot=slot.index,
+                    bucket=bucket.index,
+                    rank=owner,
+                    arena_offset=bucket.offset + start,
+                    slot_offset=bucket.offset + start - slot.offset,
+                    shard_offset=bucket.shard_offset + start - shard,
+                    numel=stop - start,
+                )
 
     @cached_property
     def slots_of_bucket(self) -> tuple[tuple[int, ...], ...]:
@@ -177,7 +227,7 @@ class Layout:
         A slot that goes through several buckets is still one range: it ends its share of a bucket
         where the shard ends and continues where the next bucket's shard begins.
         """
-        runs = [run for run in self.runs_of_slot[slot] if run.rank == rank]
+        runs = self.runs_of_rank(rank)[slot]
         if not runs:
             return (0, 0)
         return (runs[0].shard_offset, runs[-1].shard_offset + runs[-1].numel)
@@ -323,31 +373,3 @@ def _plan_arenas(
             )
         )
     return arenas
-
-
-def _runs_of(slot: Slot, arena: ArenaPlan, layout: Layout) -> list[Run]:
-    """The slot's runs over all ranks, in the order of their elements."""
-    if slot.numel == 0:
-        return []
-    runs = []
-    bucket_numel = arena.buckets[0].numel
-    first = slot.offset // bucket_numel
-    last = (slot.offset + slot.numel - 1) // bucket_numel
-    for bucket in arena.buckets[first : last + 1]:
-        for rank in range(layout.world_size):
-            shard = bucket.offset + rank * bucket.shard_numel
-            start = max(slot.offset, shard)
-            stop = min(slot.offset + slot.numel, shard + bucket.shard_numel)
-            if start < stop:
-                runs.append(
-                    Run(
-                        slot=slot.index,
-                        bucket=bucket.index,
-                        rank=rank,
-                        arena_offset=start,
-                        slot_offset=start - slot.offset,
-                        shard_offset=bucket.shard_offset + start - shard,
-                        numel=stop - start,
-                    )
-                )
-    return runs

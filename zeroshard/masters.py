@@ -36,10 +36,9 @@ class Masters:
         """(parameter, state) of each of this rank's runs of a slot."""
         arena = self.arenas[self.layout.slots[slot].arena]
         parts = []
-        for run in self.layout.runs_of_slot[slot]:
-            if run.rank == self.transport.rank:
-                stop = run.shard_offset + run.numel
-                parts.append((arena.parameter_run(run), arena.state_of(run.shard_offset, stop)))
+        for run in self.layout.runs_of_rank(self.transport.rank)[slot]:
+            stop = run.shard_offset + run.numel
+            parts.append((arena.parameter_run(run), arena.state_of(run.shard_offset, stop)))
         return parts
 
     def look_at_writes(self, given: Collection[int] = ()) -> None:

@@ -71,10 +71,7 @@ class Slices:
     def of_slot(layout: Layout, slot: int) -> "Slices":
         """The slices of one slot of a layout."""
         spec = layout.slots[slot].spec
-        by_rank: list[list[tuple[int, int]]] = [[] for _ in range(layout.world_size)]
-        for run in layout.runs_of_slot[slot]:
-            by_rank[run.rank].append((run.slot_offset, run.numel))
-        return Slices(spec.shape, spec.stride, tuple(tuple(ranges) for ranges in by_rank))
+        return Slices(spec.shape, spec.stride, layout.ranges_by_rank(slot))
 
     @cached_property
     def numels(self) -> tuple[int, ...]:

@@ -45,8 +45,8 @@ def plan_chunks(layout: Layout, bucket: int, rank: int, chunk_numel: int) -> tup
     runs = [
         run
         for slot in layout.slots_of_bucket[bucket]
-        for run in layout.runs_of_slot[slot]
-        if run.bucket == bucket and run.rank == rank
+        for run in layout.runs_of_rank(rank)[slot]
+        if run.bucket == bucket
     ]
     chunks = []
     for start in range(0, plan.shard_numel, chunk_numel):

@@ -292,9 +292,7 @@ def parts_of(engine: Engine, slot: int) -> Iterator[tuple[int, int, Tensor, dict
     Pieces begin at blocks and are small, so that what is read for one of them takes little memory.
     """
     arena = engine.arenas[engine.layout.slots[slot].arena]
-    for run in engine.layout.runs_of_slot[slot]:
-        if run.rank != engine.transport.rank:
-            continue
+    for run in engine.layout.runs_of_rank(engine.transport.rank)[slot]:
         parameter = arena.parameter_run(run)
         for at, numel in pieces(0, run.numel):
             start = run.shard_offset + at

@@ -45,6 +45,8 @@ class Activations:
         around: what the model leaves outside of blocks and of the loss.
         around_checkpointed: what it holds on to beside, for recomputations.
         head_input: the part of `around` that is freed before backward comes to the last block.
+        last_output: the part of that which the last block made: its output, where the last norm
+            makes no copy of it.
         behind: what a block's backward makes before the first matrix has its gradient.
         working: what it makes when that is there.
         gradient: the gradient of a block's output.
@@ -62,6 +64,7 @@ class Activations:
     around: int
     around_checkpointed: int
     head_input: int
+    last_output: int
     behind: int
     working: int
     gradient: int
@@ -74,18 +77,19 @@ class Activations:
 
 
 def kept_by_block(
-    architecture: Architecture, itemsize: int, mask_itemsize: int = 1
+    architecture: Architecture, itemsize: int, *, on_gpu: bool = True
 ) -> Iterator[Kept]:
     """What one block leaves for each token.
 
     Args:
         architecture: the model's numbers.
         itemsize: bytes of an element of the model's dtype.
-        mask_itemsize: of a dropout mask: 1 on a GPU; on a CPU it is of the model's dtype.
+        on_gpu: where a dropout mask is of one byte, and means are fp32; on a CPU both are of the
+            model's dtype.
     """
     a = architecture
     if a.family == "gpt2":
-        yield from _gpt2_block(a, itemsize, mask_itemsize)
+        yield from _gpt2_block(a, itemsize, on_gpu=on_gpu)
         return
     for where in ("attention", "feed-forward"):
         yield from _norm(a, itemsize, f"norm before the {where}")
@@ -132,26 +136,29 @@ def _experts(a: Architecture, itemsize: int) -> Iterator[Kept]:
                itemsize=itemsize)  # fmt: skip
 
 
-def _gpt2_block(a: Architecture, itemsize: int, mask_itemsize: int) -> Iterator[Kept]:
+def _gpt2_block(a: Architecture, itemsize: int, *, on_gpu: bool) -> Iterator[Kept]:
     yield Kept(what="norms: inputs and outputs", numel=4 * a.hidden, itemsize=itemsize)
-    yield Kept(what="norms: means and deviations of a token", numel=4, itemsize=itemsize)
+    yield Kept(
+        what="norms: means and deviations of a token", numel=4, itemsize=4 if on_gpu else itemsize
+    )
     yield Kept(what="queries, keys, values, output", numel=4 * a.hidden, itemsize=itemsize)
     yield Kept(what="log of the sum of exponentials", numel=a.heads, itemsize=4)
     yield Kept(what="feed-forward, steps of gelu", numel=5 * a.intermediate, itemsize=itemsize)
     if a.has_dropout:
-        yield Kept(what="dropout masks", numel=2 * a.hidden, itemsize=mask_itemsize)
+        yield Kept(what="dropout masks", numel=2 * a.hidden, itemsize=1 if on_gpu else itemsize)
 
 
-def _flat(a: Architecture) -> int:
+def _flat(a: Architecture, *, on_gpu: bool) -> int:
     """Bytes that a block keeps whatever the number of tokens."""
     gains = 2 * 4 * a.hidden if a.family == "gemma" else 0  # 1 + the weight of each norm, fp32
-    return gains + 4 * a.experts  # where each expert's rows end
+    state = 24 if on_gpu else 0  # of the random numbers that attention might drop by
+    return gains + state + 4 * a.experts  # where each expert's rows end
 
 
-def _head_input(a: Architecture, itemsize: int, tokens: int) -> int:
+def _head_input(a: Architecture, itemsize: int, tokens: int, *, on_gpu: bool) -> int:
     """What the last norm leaves."""
     if a.family == "gpt2":
-        return tokens * (2 * a.hidden * itemsize + 2 * itemsize)
+        return tokens * (2 * a.hidden * itemsize + 2 * (4 if on_gpu else itemsize))
     kept = sum(kept.nbytes for kept in _norm(a, itemsize, "last norm"))
     return tokens * kept + (4 * a.hidden if a.family == "gemma" else 0)
 
@@ -176,7 +183,7 @@ def activations_of(
     *,
     seq: int,
     micro_batch: int,
-    mask_itemsize: int = 1,
+    on_gpu: bool = True,
 ) -> Activations:
     """The bytes of a forward and a backward on a batch.
 
@@ -185,16 +192,16 @@ def activations_of(
         itemsize: bytes of an element of the model's dtype.
         seq: tokens of a sequence.
         micro_batch: sequences of a backward.
-        mask_itemsize: see `kept_by_block`.
+        on_gpu: see `kept_by_block`.
     """
     a, tokens = architecture, seq * micro_batch
-    block = sum(kept.nbytes for kept in kept_by_block(a, itemsize, mask_itemsize))
-    head_input = _head_input(a, itemsize, tokens)
+    block = sum(kept.nbytes for kept in kept_by_block(a, itemsize, on_gpu=on_gpu))
+    head_input = _head_input(a, itemsize, tokens, on_gpu=on_gpu)
     block_input = tokens * a.hidden * itemsize
     keeps_input = itemsize == 4 or a.family == "gpt2"  # where the first norm makes no copy of it
     angles = 0 if a.family == "gpt2" else 2 * seq * a.head_dim * itemsize
     positions = 8 * seq  # one row for all sequences of the batch
-    embedded = tokens * a.hidden * mask_itemsize if a.has_dropout else 0
+    embedded = tokens * a.hidden * (1 if on_gpu else itemsize) if a.has_dropout else 0
     copy = 0 if itemsize == 4 else 4 * a.vocab * tokens
     fp32 = 4 * a.vocab * tokens
     # Shifted by one behind a padding; of one sequence that is a view of the padded ones.
@@ -202,12 +209,13 @@ def activations_of(
     scalars = 2 * 4  # the loss, and the number of labels or the loss's gradient
     behind, working = _working(a, itemsize)
     return Activations(
-        block=block * tokens + _flat(a),
-        recomputed=block * tokens + _flat(a) - (block_input if keeps_input else 0),
+        block=block * tokens + _flat(a, on_gpu=on_gpu),
+        recomputed=block * tokens + _flat(a, on_gpu=on_gpu) - (block_input if keeps_input else 0),
         block_input=block_input,
         around=head_input + angles + embedded + (positions if a.family == "gpt2" else 0),
         around_checkpointed=0 if a.family == "gpt2" else positions,
         head_input=head_input,
+        last_output=block_input if keeps_input else 0,
         behind=behind * tokens,
         working=working * tokens,
         gradient=a.hidden * itemsize * tokens,

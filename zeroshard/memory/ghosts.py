@@ -49,11 +49,16 @@ class Ghosts(TorchDispatchMode):
     Args:
         may_read: asked where a program reads a number of a ghost (`.item()`, `if tensor:`); it then
             gets 0, or a GhostError where the answer is no.
+        kernels_of: "cuda" or "cpu": whose kernels are asked what they give. What only a GPU can
+            do gives ghosts, also of small and real tensors.
     """
 
-    def __init__(self, may_read: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, may_read: Callable[[], bool] = lambda: True, *, kernels_of: str = "cpu"
+    ) -> None:
         super().__init__()
         self._may_read = may_read
+        self._device = torch.device(kernels_of, 0) if kernels_of != "cpu" else _CPU
         self._fakes = FakeTensorMode()
         self._ghosts: dict[int, Any] = {}  # address of the storage's object -> weak reference
 
@@ -104,16 +109,14 @@ class Ghosts(TorchDispatchMode):
         self, func: Any, flat: list[Any], spec: Any, tensors: list[Tensor], *, has_ghosts: bool
     ) -> Any:
         """What an operation gives: real where that is small and known, else ghosts."""
-        fake_of: dict[int, Tensor] = {}
-        for tensor in tensors:
-            if id(tensor) not in fake_of:
-                fake_of[id(tensor)] = self._fake(tensor)
-        arguments, named = tree_unflatten(
-            [fake_of[id(value)] if isinstance(value, Tensor) else value for value in flat], spec
-        )
+        has_ghosts = has_ghosts or func in _ON_A_GPU_ONLY
         try:
-            with self._fakes:
-                out = func(*arguments, **named)
+            try:
+                out, fake_of = self._ask(func, flat, spec, tensors, self._device)
+            except (UnsupportedOperatorException, NotImplementedError):
+                if self._device == _CPU:
+                    raise
+                out, fake_of = self._ask(func, flat, spec, tensors, _CPU)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if not has_ghosts:
                 arguments, named = tree_unflatten(flat, spec)
@@ -131,10 +134,29 @@ class Ghosts(TorchDispatchMode):
         known = {fake.untyped_storage()._cdata: tensor for tensor, fake in _pairs(tensors, fake_of)}
         return tree_map_only(Tensor, lambda fake: self._ghost(fake, known), out)
 
-    def _fake(self, tensor: Tensor) -> Tensor:
+    def _ask(
+        self, func: Any, flat: list[Any], spec: Any, tensors: list[Tensor], device: torch.device
+    ) -> tuple[Any, dict[int, Tensor]]:
+        """What an operation gives for fakes on `device`, and the fake of each tensor's id."""
+        fake_of: dict[int, Tensor] = {}
+        for tensor in tensors:
+            if id(tensor) not in fake_of:
+                fake_of[id(tensor)] = self._fake(tensor, device)
+
+        def instead(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return fake_of[id(value)]
+            return device if isinstance(value, torch.device) and value.type == "cpu" else value
+
+        arguments, named = tree_unflatten([instead(value) for value in flat], spec)
+        with self._fakes:
+            return _SHAPES.get(func, func)(*arguments, **named), fake_of
+
+    def _fake(self, tensor: Tensor, device: torch.device) -> Tensor:
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         converter = self._fakes.fake_tensor_converter
-        fake: Tensor = converter.from_meta_and_device(self._fakes, meta, tensor.device)
+        on = device if tensor.device.type == "cpu" else tensor.device
+        fake: Tensor = converter.from_meta_and_device(self._fakes, meta, on)
         return fake
 
     def _ghost(self, fake: Tensor, known: dict[int, Tensor]) -> Tensor:
@@ -146,7 +168,8 @@ class Ghosts(TorchDispatchMode):
                 return source
             offset = source.storage_offset() + int(fake.storage_offset())
             return source.as_strided(fake.shape, fake.stride(), offset)
-        ghost = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+        on = _CPU if fake.device == self._device else fake.device
+        ghost = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=on)
         if fake.untyped_storage().nbytes() <= ZEROED_NBYTES:
             ghost.zero_()
         return self.haunt(ghost)
@@ -185,6 +208,27 @@ def _without_data(func: Any, flat: list[Any], spec: Any) -> Any:
     return func(*arguments, **named)
 
 
+def _grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """What torch's own rule says for bf16, for any dtype."""
+    shape = [a.shape[-2], b.shape[-1]]
+    if a.dim() == 3 and b.dim() == 3:
+        shape.insert(0, a.shape[0])
+    elif a.dim() == 2 and b.dim() == 2:
+        assert offs is not None
+        shape.insert(0, offs.shape[0])
+    dtype = out_dtype or a.dtype
+    row = -(-shape[-1] * dtype.itemsize // 16) * 16 // dtype.itemsize  # multiples of 16 bytes
+    strides = [shape[-2] * row, row, 1][-len(shape) :]
+    return torch.empty_strided(shape, strides, dtype=dtype, device=a.device)
+
+
+_CPU = torch.device("cpu")
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NEVER_TOUCH = {
     torch.ops.aten.set_.source_Storage_storage_offset,
@@ -203,4 +247,15 @@ _READS = {
     torch.ops.aten._local_scalar_dense.default: 0,
     torch.ops.aten.equal.default: True,
     torch.ops.aten.is_nonzero.default: False,
+}
+_SHAPES: Mapping[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+"""Operations of which torch's fake tensors do not know all."""
+
+_ON_A_GPU_ONLY = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+    torch.ops.aten._fused_rms_norm.default,
+    torch.ops.aten._fused_rms_norm_backward.default,
 }

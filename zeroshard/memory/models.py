@@ -25,7 +25,7 @@ from . import architectures
 from .architectures import FAMILIES, Architecture
 from .presets import preset
 
-__all__ = ["DTYPES", "ModelShape", "build_on_meta", "shape_of"]
+__all__ = ["DTYPES", "ModelShape", "build_on_meta", "function_of", "shape_of"]
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SHARDED = ("float32", "bfloat16", "float16")
@@ -158,11 +158,11 @@ def _of_config(
     return _of_module(module, str(path), dtype or "bf16", units)
 
 
-def build_on_meta(text: str) -> nn.Module:
-    """The module that "package.module:function" returns, built without memory.
+def function_of(text: str) -> Callable[[], Any]:
+    """The function that "package.module:function" names.
 
     Raises:
-        ConfigError: there is no such function, it fails, or it returns something else.
+        ConfigError: there is none.
     """
     module_name, _, function_name = text.partition(":")
     sys.path.insert(0, "")  # as for python -m: what lies in the current directory
@@ -176,6 +176,18 @@ def build_on_meta(text: str) -> nn.Module:
     finally:
         with suppress(ValueError):
             sys.path.remove("")
+    return function
+
+
+def build_on_meta(text: str) -> nn.Module:
+    """The module that "package.module:function" returns, built without memory.
+
+    It may return a pair, of the module and what gives its batches.
+
+    Raises:
+        ConfigError: there is no such function, it fails, or it returns something else.
+    """
+    function = function_of(text)
     try:
         with torch.device("meta"):
             built = function()
@@ -183,6 +195,8 @@ def build_on_meta(text: str) -> nn.Module:
         raise ConfigError(
             f"{text} failed on the meta device: {type(error).__name__}: {error}"
         ) from error
+    if isinstance(built, tuple) and len(built) == 2:
+        built = built[0]
     if not isinstance(built, nn.Module):
         raise ConfigError(f"{text} must return a torch.nn.Module, got {type(built).__name__}")
     return built

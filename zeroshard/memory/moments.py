@@ -86,8 +86,8 @@ def after_forward(step: Step) -> dict[str, int]:
     if a is not None:
         held |= {
             "inputs": a.inputs,
-            "activations": step.kept(step.blocks),
-            "logits_and_loss": a.head_input + a.loss_kept,
+            "activations": step.kept(step.blocks) + a.last_output,
+            "logits_and_loss": a.head_input - a.last_output + a.loss_kept,
         }
     return {name: nbytes for name, nbytes in held.items() if nbytes}
 
@@ -97,13 +97,13 @@ def moments_of(step: Step) -> Iterator[Peak]:
     a = step.activations
     before, whole = _before(step), step.whole_after_forward()
     if a is not None:
-        everything = {"activations": step.kept(step.blocks)}
+        everything = {"activations": step.kept(step.blocks) + a.last_output}
         for phase, loss in (("forward", a.loss_forward), ("backward", a.loss_backward)):
             yield _moment(
                 phase,
                 "the loss",
                 before,
-                {**everything, "logits_and_loss": a.head_input + loss},
+                {**everything, "logits_and_loss": a.head_input - a.last_output + loss},
                 whole,
                 a.inputs,
             )
@@ -185,11 +185,15 @@ def _within(
         kept = step.kept(blocks)
         recomputed = a.recomputed if step.checkpoints else 0
         # The whole block is there where its backward begins, and its input's gradient at its end.
-        yield name, group.entered, a.behind, {"activations": kept + recomputed}
+        yield name, group.entered, a.gradient, {"activations": kept}
+        yield name, group.settled, a.behind, {"activations": kept + recomputed}
         yield name, group.first, a.working, {"activations": kept + recomputed}
         yield name, group.most, 2 * a.gradient, {"activations": step.kept(blocks - 1)}
     elif blocks:
-        left = {"activations": step.kept(blocks), "logits_and_loss": a.head_input}
+        left = {
+            "activations": step.kept(blocks) + a.last_output,
+            "logits_and_loss": a.head_input - a.last_output,
+        }
         yield name, group.most, a.logits_gradient + a.gradient, left
     else:
         yield name, group.entered, a.gradient, {"activations": step.kept(0)}

@@ -174,7 +174,7 @@ def _activations(planned: Planned, batch: Batch | None) -> Activations | None:
         itemsize,
         seq=batch.seq,
         micro_batch=batch.micro_batch,
-        mask_itemsize=itemsize if planned.transport == "gloo" else 1,
+        on_gpu=planned.transport != "gloo",
     )
 
 

@@ -172,23 +172,24 @@ def _row(states: States, batch: Batch | None, choices: Choices) -> Row:
 
 def _largest(states: States, batch: Batch, what: str, limit: int) -> tuple[int, Batch]:
     """The largest sequence or micro-batch that fits, 0 if none does, and the batch it makes."""
-    field = what.replace("-", "_")
+    sizes_seq = what == "seq"
     architecture = states.planned.shape.architecture
     most = MOST
-    if field == "seq" and architecture is not None and architecture.positions:
+    if sizes_seq and architecture is not None and architecture.positions:
         most = architecture.positions
 
-    def fits(value: int) -> bool:
-        sized = replace(batch, **{field: value})
-        return report_of(states, sized).peak.total <= limit
+    def sized(value: int) -> Batch:
+        return replace(batch, seq=value) if sizes_seq else replace(batch, micro_batch=value)
 
-    smallest = replace(batch, **{field: 1})
+    def fits(value: int) -> bool:
+        return report_of(states, sized(value)).peak.total <= limit
+
     if architecture is None:
         raise ConfigError(
             f"without known activations there is no largest {what}: simulate the model"
         )
     if not fits(1):
-        return 0, smallest
+        return 0, sized(1)
     low, high = 1, 2  # fits; may not
     while high <= most and fits(high):
         low, high = high, 2 * high
@@ -196,7 +197,7 @@ def _largest(states: States, batch: Batch, what: str, limit: int) -> tuple[int, 
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low, replace(batch, **{field: low})
+    return low, sized(low)
 
 
 # --- for people and for programs

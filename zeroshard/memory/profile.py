@@ -222,7 +222,7 @@ class MemoryProfiler:
         """
         transport = self._transport()
         op = Op("memory report")
-        with in_agreement(transport, str(op)):
+        with in_agreement(transport, op.phase):
             own = self.report()
         name = uuid.uuid4().hex
         peaks = transport.all_gather_object((own.peak.total, name), op=op)

@@ -13,7 +13,7 @@ import torch
 
 from ..config import Options
 from ..construction import wires_of
-from ..layout import KEPT_WHOLE, ArenaPlan, Bucket, Layout, Slot
+from ..layout import ITEMSIZE, KEPT_WHOLE, ArenaPlan, Bucket, Layout, Slot
 from ..schedule import Action, Event, Schedule, compile_schedule
 from ..storage import _size_class
 from ..transport.gloo import Gloo
@@ -75,12 +75,14 @@ class Group:
     Attributes:
         unit: its name.
         entered: the most while backward comes to it, which is when the unit before is launched.
+        settled: when that is launched.
         first: when its first matrix has its gradient.
         most: the most from then on until backward leaves it.
     """
 
     unit: str
     entered: Held
+    settled: Held
     first: Held
     most: Held
 
@@ -292,7 +294,7 @@ def buckets_of(slot: Slot, arena: ArenaPlan) -> Sequence[Bucket]:
 
 
 def _grad_nbytes(slot: Slot) -> int:
-    return slot.numel * getattr(torch, slot.spec.dtype).itemsize
+    return slot.numel * ITEMSIZE[slot.spec.dtype]
 
 
 def _shard_nbytes(layout: Layout, arena: int) -> int:
@@ -330,14 +332,18 @@ def walk(
         remaining.pop(0)
         reductions.leave(before.difference(remaining, {unit}, LAST))
         before.add(unit)
-        entered = reductions.take_most()
+        entered, settled = reductions.take_most(), reductions.now()
         first = None
-        for slot, _ in members:
+        # Vectors last: norms come behind the matrices that they feed.
+        shapes = {slot: layout.slots[slot].spec.shape for slot, _ in members}
+        for slot in sorted(shapes, key=lambda slot: len(shapes[slot]) < 2):
             reductions.arrive(slot)
             if first is None and len(layout.slots[slot].spec.shape) > 1:
                 first = reductions.now()
         most = reductions.take_most()
-        groups.append(Group(unit=unit, entered=entered, first=first or most, most=most))
+        groups.append(
+            Group(unit=unit, entered=entered, settled=settled, first=first or most, most=most)
+        )
     reductions.leave(before.difference(LAST))
     reductions.end()
     most = reductions.take_most()
@@ -355,7 +361,9 @@ def walk_alone(layout: Layout, units: Sequence[str]) -> tuple[list[Group], Held,
             if first is None and len(layout.slots[slot].spec.shape) > 1:
                 first = _plain(full)
         most = _plain(full)
-        groups.append(Group(unit=unit, entered=entered, first=first or most, most=most))
+        groups.append(
+            Group(unit=unit, entered=entered, settled=entered, first=first or most, most=most)
+        )
     return groups, _plain(full), _plain(full)
 
 

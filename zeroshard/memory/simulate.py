@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from ..imitation import imitated_gpu
 from ..optimizer import AdamW
 from ..transport.pretended import pretended_world
 from ..triton_kernels.launch import dry_launches
+from .cuda_choices import cuda_choices
 from .ghosts import GhostError, Ghosts
 from .profile import Recorder
 from .schema import Report
@@ -71,13 +73,14 @@ def simulate(
     started = time.perf_counter()
     recorder = Recorder()
     tracker = Tracker(recorder.take)
-    ghosts = Ghosts(may_read=lambda: not tracker.is_in_model)
+    ghosts = Ghosts(may_read=lambda: not tracker.is_in_model, kernels_of=device)
     find_loss = loss_fn or loss_of
     with ExitStack() as stack:
         stack.enter_context(_without_collection())
         if device == "cuda":
             stack.enter_context(imitated_gpu())
             stack.enter_context(dry_launches())
+            stack.enter_context(cuda_choices())
         stack.enter_context(pretended_world(rank, world_size))
         stack.enter_context(ghosts)
         stack.enter_context(tracker.running())
@@ -104,10 +107,20 @@ def simulate(
         "stage": stage,
         "device": device,
         "micro_batches": micro_batches,
-        **{name: str(value) for name, value in options.items()},
+        **_as_plain_values(options),
         **(configuration or {}),
     }
     return recorder.report("simulate", asked, seconds=time.perf_counter() - started)
+
+
+def _as_plain_values(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of an optimizer for a report; those of a precision by themselves."""
+    options = dict(options)
+    precision = options.pop("precision", None)
+    if precision is not None:
+        options.update(asdict(precision))
+    plain = (str, int, float, type(None))
+    return {name: v if isinstance(v, plain) else str(v) for name, v in options.items()}
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:

@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
 
 from .. import accounts
 from ..engine import engines_of
+from ..shard_tensor import Slices
 from ..units import ROOT, plan_units
 from .tracker import Tracker
 
@@ -84,6 +85,9 @@ def watching_steps(
         after.remove()
 
 
+_WITHOUT_TENSORS = {f"zeroshard.{name}" for name in ("config", "formats", "layout", "schedule")}
+
+
 def _held_by(thing: object, seen: set[int]) -> Iterator[Tensor]:
     """The tensors that an object of ours holds, in whatever it is made of."""
     if id(thing) in seen:
@@ -97,6 +101,8 @@ def _held_by(thing: object, seen: set[int]) -> Iterator[Tensor]:
         parts = list(thing.values())
     elif isinstance(thing, (list, tuple, set)):
         parts = list(thing)
+    elif type(thing) is Slices or type(thing).__module__ in _WITHOUT_TENSORS:
+        return  # they grow with the number of ranks
     elif type(thing).__module__.startswith(("zeroshard.", "torch.distributed.device_mesh")):
         names = [name for kind in type(thing).__mro__ for name in vars(kind).get("__slots__", ())]
         parts = [*vars(thing).values()] if hasattr(thing, "__dict__") else []
@@ -167,10 +173,17 @@ class _Steps:
 
     def scan(self) -> Iterator[tuple[Tensor, str]]:
         """What the optimizers hold, and what it is."""
-        for reference in self.known:
-            optimizer = reference()
-            if optimizer is not None:
-                yield from _of_optimizer(optimizer)
+        optimizers = [optimizer for reference in self.known if (optimizer := reference())]
+        model = self.model()
+        parameters = list(() if model is None else model.parameters())
+        for optimizer in optimizers:
+            parameters += [p for group in optimizer.param_groups for p in group["params"]]
+        for engine in engines_of(parameters):
+            yield from accounts.tensors_of(engine)
+            for tensor in _held_by(engine, set()):
+                yield tensor, "bookkeeping"
+        for optimizer in optimizers:
+            yield from _of_state(optimizer)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
@@ -189,14 +202,9 @@ def _of_model(model: nn.Module) -> Scan:
     return scan
 
 
-def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, str]]:
-    engines = engines_of(p for group in optimizer.param_groups for p in group["params"])
-    for engine in engines:
-        yield from accounts.tensors_of(engine)
-        for tensor in _held_by(engine, set()):
-            yield tensor, "bookkeeping"
-    if not engines:  # any other optimizer
-        for state in optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    yield value, "bookkeeping" if name == "step" else "moments"
+def _of_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, str]]:
+    """State in torch's form; what is ours is known to its engine already."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                yield value, "bookkeeping" if name == "step" else "moments"

@@ -24,6 +24,7 @@ class Meeting:
 
     Args:
         patience_s: how long to try to reach the store.
+        purpose: of the meeting; notes of another one are not seen.
 
     Attributes:
         rank: of this process.
@@ -33,7 +34,7 @@ class Meeting:
         CommunicationError: nobody answers at the launcher's address.
     """
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, patience_s: float, purpose: str = "doctor") -> None:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # torchrun has a store; with other launchers the first rank has to make one.
@@ -54,7 +55,7 @@ class Meeting:
                 "run there, or a firewall lies between"
             ) from error
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store = PrefixStore(f"zeroshard-doctor/{attempt}", store)
+        self.store = PrefixStore(f"zeroshard-{purpose}/{attempt}", store)
 
     def tell(self, what: str, item: Any) -> None:
         """Leave a note of this rank (JSON), in the place of an earlier one."""
