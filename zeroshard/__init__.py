@@ -7,6 +7,8 @@ from .ema import EMA
 from .export import export_weights
 from .gather import full_parameters, gather
 from .initialise import init_weights
+from .memory.profile import MemoryProfiler
+from .memory.simulate import simulate
 from .optimizer import AdamW
 from .shard_tensor import ShardTensor
 from .weights import load_weights
@@ -14,6 +16,7 @@ from .weights import load_weights
 __all__ = [
     "EMA",
     "AdamW",
+    "MemoryProfiler",
     "Precision",
     "ShardTensor",
     "errors",
@@ -24,5 +27,6 @@ __all__ = [
     "load_checkpoint",
     "load_weights",
     "save_checkpoint",
+    "simulate",
 ]
 __version__ = "0.1.0.dev0"

@@ -49,6 +49,9 @@ class Activations:
             makes no copy of it.
         behind: what a block's backward makes before the first matrix has its gradient.
         working: what it makes when that is there.
+        experts_gone: what of the block is freed when all matrices of its experts have their
+            gradients; 0 without experts.
+        experts_working: what its backward makes by then.
         gradient: the gradient of a block's output.
         inputs: the batch: token ids and labels.
         logits: logits, behind the head, of the model's dtype.
@@ -67,6 +70,8 @@ class Activations:
     last_output: int
     behind: int
     working: int
+    experts_gone: int
+    experts_working: int
     gradient: int
     inputs: int
     logits: int
@@ -208,6 +213,7 @@ def activations_of(
     padded, shifted = 8 * (tokens + micro_batch), 8 * tokens if micro_batch > 1 else 0
     scalars = 2 * 4  # the loss, and the number of labels or the loss's gradient
     behind, working = _working(a, itemsize)
+    rows, wide = (a.experts_per_token * size * itemsize for size in (a.hidden, a.intermediate))
     return Activations(
         block=block * tokens + _flat(a, on_gpu=on_gpu),
         recomputed=block * tokens + _flat(a, on_gpu=on_gpu) - (block_input if keeps_input else 0),
@@ -218,6 +224,8 @@ def activations_of(
         last_output=block_input if keeps_input else 0,
         behind=behind * tokens,
         working=working * tokens,
+        experts_gone=(rows + 4 * wide) * tokens if a.experts else 0,
+        experts_working=(a.hidden * itemsize + rows + 2 * wide) * tokens if a.experts else 0,
         gradient=a.hidden * itemsize * tokens,
         inputs=2 * 8 * tokens,
         logits=tokens * a.vocab * itemsize,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .schema import Peak, Sample
-from .tracker import Moment, Step, Stored
+from .stored import Moment, Step, Stored
 
 __all__ = ["StepSummary", "category_of", "summarise", "timeline_of"]
 

@@ -51,6 +51,7 @@ def kernel_of(
     if (
         backends.mem_efficient_sdp_enabled()
         and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and query.shape[:2] == key.shape[:2]
         and query.shape[-1] == key.shape[-1]
         and all(tensor.shape[-1] % aligned == 0 for tensor in (query, value))
         and all(tensor.storage_offset() % aligned == 0 for tensor in (query, key, value))

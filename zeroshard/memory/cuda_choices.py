@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..errors import ConfigError
 from .cuda_attention import attention
 from .cuda_autocast import autocast_of_cuda
 
@@ -135,27 +134,11 @@ CHOICES = (
 )
 """All rewrites. Each has a test of its name."""
 
-_is_applied = False
-
 
 @contextmanager
 def cuda_choices() -> Iterator[None]:
-    """Let torch choose on tensors of the CPU as it does on a GPU.
-
-    Raises:
-        ConfigError: it does already, in this thread or in another.
-    """
-    global _is_applied
-    if _is_applied:
-        raise ConfigError(
-            "a simulation is running in this process already, and torch can be led to a GPU's "
-            "choices for one at a time: run them one after the other, or in processes of their own"
-        )
-    _is_applied = True
-    try:
-        with ExitStack() as stack:
-            for choice in CHOICES:
-                stack.enter_context(choice.applied())
-            yield
-    finally:
-        _is_applied = False
+    """Let torch choose on tensors of the CPU as it does on a GPU; in one thread at a time."""
+    with ExitStack() as stack:
+        for choice in CHOICES:
+            stack.enter_context(choice.applied())
+        yield

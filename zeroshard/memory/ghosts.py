@@ -7,7 +7,7 @@ and so is every decision that is taken from them.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,11 +36,12 @@ class GhostError(ConfigError):
 
     Attributes:
         operation: its name in torch, such as "aten.nonzero.default".
+        where: the module that was running, "" for none.
     """
 
-    def __init__(self, operation: str, why: str) -> None:
-        super().__init__(f"{operation} {why}")
-        self.operation = operation
+    def __init__(self, operation: str, why: str, where: str = "") -> None:
+        super().__init__(f"{operation} {why}" + (f", in {where}" if where else ""))
+        self.operation, self.where = operation, where
 
 
 class Ghosts(TorchDispatchMode):
@@ -49,15 +50,20 @@ class Ghosts(TorchDispatchMode):
     Args:
         may_read: asked where a program reads a number of a ghost (`.item()`, `if tensor:`); it then
             gets 0, or a GhostError where the answer is no.
+        where: asked for the module that is running, for errors.
         kernels_of: "cuda" or "cpu": whose kernels are asked what they give. What only a GPU can
             do gives ghosts, also of small and real tensors.
     """
 
     def __init__(
-        self, may_read: Callable[[], bool] = lambda: True, *, kernels_of: str = "cpu"
+        self,
+        may_read: Callable[[], bool] = lambda: True,
+        *,
+        where: Callable[[], str] = lambda: "",
+        kernels_of: str = "cpu",
     ) -> None:
-        super().__init__()
-        self._may_read = may_read
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._may_read, self._where = may_read, where
         self._device = torch.device(kernels_of, 0) if kernels_of != "cpu" else _CPU
         self._fakes = FakeTensorMode()
         self._ghosts: dict[int, Any] = {}  # address of the storage's object -> weak reference
@@ -102,7 +108,8 @@ class Ghosts(TorchDispatchMode):
 
     def _read(self, func: Any) -> Any:
         if not self._may_read():
-            raise GhostError(str(func), "reads a value of a tensor that has none here")
+            why = "reads a value of a tensor that has none here"
+            raise GhostError(str(func), why, self._where())
         return _READS[func]
 
     def _infer(
@@ -113,25 +120,29 @@ class Ghosts(TorchDispatchMode):
         try:
             try:
                 out, fake_of = self._ask(func, flat, spec, tensors, self._device)
-            except (UnsupportedOperatorException, NotImplementedError):
-                if self._device == _CPU:
+            except Exception as error:  # a build without CUDA knows its kernels in part
+                if self._device == _CPU or isinstance(error, _DEPENDS_ON_VALUES):
                     raise
                 out, fake_of = self._ask(func, flat, spec, tensors, _CPU)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except _DEPENDS_ON_VALUES as error:
             if not has_ghosts:
                 arguments, named = tree_unflatten(flat, spec)
                 return func(*arguments, **named)
-            raise GhostError(
-                str(func), "gives as many elements as the values ask for, which are not known here"
-            ) from error
+            why = "gives as many elements as the values ask for, which are not known here"
+            raise GhostError(str(func), why, self._where()) from error
         except UnsupportedOperatorException as error:
-            raise GhostError(str(func), "does not say what shape its result has") from error
+            why = "does not say what shape its result has"
+            raise GhostError(str(func), why, self._where()) from error
         made = [value for value in tree_flatten(out)[0] if isinstance(value, Tensor)]
         if not has_ghosts and all(t.untyped_storage().nbytes() <= REAL_NBYTES for t in made):
             arguments, named = tree_unflatten(flat, spec)
             out = func(*arguments, **named)
             return out.zero_() if func in _UNDEFINED else out
-        known = {fake.untyped_storage()._cdata: tensor for tensor, fake in _pairs(tensors, fake_of)}
+        known = {
+            fake_of[id(tensor)].untyped_storage()._cdata: tensor
+            for tensor in tensors
+            if id(tensor) in fake_of
+        }
         return tree_map_only(Tensor, lambda fake: self._ghost(fake, known), out)
 
     def _ask(
@@ -148,6 +159,11 @@ class Ghosts(TorchDispatchMode):
                 return fake_of[id(value)]
             return device if isinstance(value, torch.device) and value.type == "cpu" else value
 
+        if func in _KNOWN_TO_THE_LIBRARY:
+            zeros = [torch.zeros_like(v) if isinstance(v, Tensor) else v for v in flat]
+            arguments, named = tree_unflatten(zeros, spec)
+            made = func(*arguments, **named)
+            return tree_map_only(Tensor, lambda real: self._fake(real, device), made), {}
         arguments, named = tree_unflatten([instead(value) for value in flat], spec)
         with self._fakes:
             return _SHAPES.get(func, func)(*arguments, **named), fake_of
@@ -173,10 +189,6 @@ class Ghosts(TorchDispatchMode):
         if fake.untyped_storage().nbytes() <= ZEROED_NBYTES:
             ghost.zero_()
         return self.haunt(ghost)
-
-
-def _pairs(tensors: Iterable[Tensor], fake_of: dict[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    return [(tensor, fake_of[id(tensor)]) for tensor in tensors]
 
 
 def _is_on_cpu(kwargs: Mapping[str, Any]) -> bool:
@@ -229,6 +241,7 @@ def _grouped_mm(
 
 
 _CPU = torch.device("cpu")
+_DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NEVER_TOUCH = {
     torch.ops.aten.set_.source_Storage_storage_offset,
@@ -250,6 +263,9 @@ _READS = {
 }
 _SHAPES: Mapping[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
 """Operations of which torch's fake tensors do not know all."""
+
+_KNOWN_TO_THE_LIBRARY = {torch.ops.aten.mkldnn_rnn_layer.default}
+"""What returns a workspace of a size that a library chooses: run once, with zeros."""
 
 _ON_A_GPU_ONLY = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,

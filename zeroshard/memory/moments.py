@@ -5,8 +5,9 @@ where it leaves it, since activations go while gradients come.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ..layout import ITEMSIZE
 from ..schedule import Action, Event
 from ..units import ROOT
 from .activations import Activations
@@ -130,11 +131,8 @@ def _moment(
     return Peak(of="requested", step=None, phase=phase, where=where, categories=categories)
 
 
-def _gradients(held: Held, more: int = 0) -> dict[str, int]:
-    return {
-        "gradients": held.full + held.shards + more,
-        "communication": held.communication,
-    }
+def _gradients(held: Held) -> dict[str, int]:
+    return {"gradients": held.full + held.shards, "communication": held.communication}
 
 
 def _backward(step: Step) -> Iterator[Peak]:
@@ -144,60 +142,65 @@ def _backward(step: Step) -> Iterator[Peak]:
     a = step.activations
     inputs = a.inputs if a is not None else 0
     blocks = step.blocks
-    twice = _shared_gradient(step)
-    shared = 0
+    shared = _shared_gradient(step)
     for number, group in enumerate(groups):
         to_come = [other.unit for other in groups[number + 1 :]]
         whole = step.whole_in(group.unit, to_come)
-        for name, held, temporary, left in _within(step, group, blocks):
+        ends = group is groups[-1]
+        for name, held, temporary, left in _within(step, group, blocks, shared, ends=ends):
             made = {"temporary": temporary, **left}
-            yield _moment(
-                "backward",
-                name,
-                base,
-                {**made, **_gradients(held, shared)},
-                whole,
-                inputs,
-            )
+            yield _moment("backward", name, base, {**made, **_gradients(held)}, whole, inputs)
         blocks -= _is_block(step, group.unit)
-        shared = twice  # from the head on, where the embedding shares its weight
-    yield _moment(
-        "backward",
-        "the end",
-        base,
-        _gradients(last, shared),
-        step.whole(),
-        inputs,
-    )
+    yield _moment("backward", "the end", base, _gradients(last), step.whole(), inputs)
 
 
 def _within(
-    step: Step, group: Group, blocks: int
+    step: Step, group: Group, blocks: int, shared: int, *, ends: bool
 ) -> Iterator[tuple[str, Held, int, dict[str, int]]]:
-    """(where, gradients, temporary, activations) in the backward of one unit."""
+    """(where, gradients, temporary, activations) in the backward of one unit.
+
+    Args:
+        step: what is planned.
+        group: the unit's turn.
+        blocks: how many blocks backward has not left.
+        shared: bytes of the head's gradient, if it waits for that of the embedding.
+        ends: whether this is the last turn, in which the embedding gets its gradient.
+    """
     a = step.activations
     name = group.unit or "the root unit"
-    if a is None:
-        yield name, group.entered, 0, {}
-        yield name, group.most, 0, {}
-        return
-    if _is_block(step, group.unit):
+    entered, settled, most = (
+        replace(held, full=held.full + shared)
+        for held in (group.entered, group.settled, group.most)
+    )
+    if _is_block(step, group.unit) and a is not None:
         kept = step.kept(blocks)
         recomputed = a.recomputed if step.checkpoints else 0
+        first = replace(group.first, full=group.first.full + shared)
         # The whole block is there where its backward begins, and its input's gradient at its end.
-        yield name, group.entered, a.gradient, {"activations": kept}
-        yield name, group.settled, a.behind, {"activations": kept + recomputed}
-        yield name, group.first, a.working, {"activations": kept + recomputed}
-        yield name, group.most, 2 * a.gradient, {"activations": step.kept(blocks - 1)}
-    elif blocks:
+        yield name, entered, a.gradient, {"activations": kept}
+        yield name, settled, a.behind, {"activations": kept + recomputed}
+        yield name, first, a.working, {"activations": kept + recomputed}
+        if a.experts_gone:
+            rest = {"activations": kept + recomputed - a.experts_gone}
+            yield name, most, a.experts_working, rest
+        yield name, most, 2 * a.gradient, {"activations": step.kept(blocks - 1)}
+        return
+    if blocks and a is not None:
         left = {
             "activations": step.kept(blocks) + a.last_output,
             "logits_and_loss": a.head_input - a.last_output,
         }
-        yield name, group.most, a.logits_gradient + a.gradient, left
-    else:
-        yield name, group.entered, a.gradient, {"activations": step.kept(0)}
-        yield name, group.most, a.gradient, {"activations": step.kept(0)}
+        yield name, entered, a.gradient, left
+        yield name, most, a.logits_gradient + a.gradient, left
+        return
+    gradient = a.gradient if a is not None else 0
+    rest = {"activations": step.kept(0)}
+    yield name, entered, gradient, rest
+    if ends and shared:
+        # Autograd adds the embedding's gradient to the waiting one, out of place.
+        both = replace(settled, full=settled.full + 2 * shared)
+        yield "the sum of a shared weight's gradients", both, gradient, rest
+    yield name, group.most if ends else most, gradient, rest
 
 
 def _is_block(step: Step, unit: str) -> bool:
@@ -206,12 +209,12 @@ def _is_block(step: Step, unit: str) -> bool:
 
 
 def _shared_gradient(step: Step) -> int:
-    """Bytes of the gradient of a head that is the embedding: autograd adds the embedding's last."""
+    """Bytes of the gradient of a head that is the embedding, which waits for the embedding's."""
     architecture = step.states.planned.shape.architecture
     if architecture is None or not architecture.tied:
         return 0
     slot = step.states.layout.slots[0]
-    return slot.numel * (4 if slot.spec.dtype == "float32" else 2)
+    return slot.numel * ITEMSIZE[slot.spec.dtype]
 
 
 def _step(step: Step) -> Peak:

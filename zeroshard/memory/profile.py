@@ -21,8 +21,9 @@ from .allocator import AllocatorPeak, DeviceMemory, Snapshot
 from .classify import StepSummary, summarise, timeline_of
 from .ranks import of_all_ranks
 from .schema import Report, gib
+from .stored import Step
 from .timing import Timing
-from .tracker import Step, Tracker
+from .tracker import Tracker
 from .watching import watching_modules, watching_steps
 from .words import in_full
 
@@ -144,6 +145,7 @@ class MemoryProfiler:
         self._allocator: DeviceMemory | None = None
         self._allocator_peaks: list[AllocatorPeak] = []
         self._hooks, self._following = ExitStack(), ExitStack()
+        self._is_compiled = any(map(_is_compiled, model.modules()))
 
     def __enter__(self) -> "MemoryProfiler":
         model, optimizer = self._model(), self._optimizer()
@@ -204,6 +206,11 @@ class MemoryProfiler:
         found = self._recorder.report("profile", self.configuration, seconds=self._timing.total)
         notes = [*found.notes, *self._timing.in_words()]
         notes += [f"Grows from step to step: {growth}." for growth in self.growing()]
+        if self._is_compiled:
+            notes.append(
+                "A compiled module was followed as it runs without being compiled; torch goes on "
+                "to run it so until torch.compiler.reset()."
+            )
         maxima = dict(found.maxima)
         highest = self._recorder.highest
         if self._allocator_peaks and highest is not None:
@@ -279,6 +286,11 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int | None
         raise ConfigError(
             "the optimizer trains no parameter of the model: pass the model that it was built for"
         )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    has_compiled_call = getattr(module, "_compiled_call_impl", None) is not None
+    return has_compiled_call or type(module).__name__ == "OptimizedModule"
 
 
 def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:

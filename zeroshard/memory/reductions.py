@@ -334,9 +334,10 @@ def walk(
         before.add(unit)
         entered, settled = reductions.take_most(), reductions.now()
         first = None
-        # Vectors last: norms come behind the matrices that they feed.
+        # Experts, stacked, before the router that weighs them; vectors last: norms come behind the
+        # matrices that they feed.
         shapes = {slot: layout.slots[slot].spec.shape for slot, _ in members}
-        for slot in sorted(shapes, key=lambda slot: len(shapes[slot]) < 2):
+        for slot in sorted(shapes, key=lambda slot: -max(len(shapes[slot]), 1)):
             reductions.arrive(slot)
             if first is None and len(layout.slots[slot].spec.shape) > 1:
                 first = reductions.now()

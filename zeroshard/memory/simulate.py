@@ -60,8 +60,9 @@ def simulate(
         options: further arguments of `zeroshard.AdamW`.
 
     Raises:
-        ConfigError: this process has a process group, the loss was not found, or the model decides
-            by values, which are not there; it names the operation and the module.
+        ConfigError: this process has a process group, or runs a simulation already; the loss was
+            not found; or the model decides by values, which are not there: it names the operation
+            and the module.
     """
     if device not in ("cuda", "cpu"):
         raise ConfigError(f"device must be 'cuda' or 'cpu', got {device!r}")
@@ -73,9 +74,10 @@ def simulate(
     started = time.perf_counter()
     recorder = Recorder()
     tracker = Tracker(recorder.take)
-    ghosts = Ghosts(may_read=lambda: not tracker.is_in_model, kernels_of=device)
+    ghosts = Ghosts(lambda: not tracker.is_in_model, where=lambda: tracker.where, kernels_of=device)
     find_loss = loss_fn or loss_of
     with ExitStack() as stack:
+        stack.enter_context(_alone())
         stack.enter_context(_without_collection())
         if device == "cuda":
             stack.enter_context(imitated_gpu())
@@ -95,11 +97,10 @@ def simulate(
                 optimizer.step()
                 optimizer.zero_grad()
         except GhostError as error:
-            where = f" in {tracker.where}" if tracker.where else ""
             raise ConfigError(
-                f"this model cannot be simulated: {error}{where}. Compute what the model decides "
-                "by outside of it, give such tensors in the batch (small ones have values), or "
-                "use zeroshard.plan, which needs the model's shape only"
+                f"this model cannot be simulated: {error}. Compute what the model decides by "
+                "outside of it, give such tensors in the batch (small ones have values), or use "
+                "zeroshard.plan, which needs the model's shape only"
             ) from error
         optimizer.close()
     asked = {
@@ -148,6 +149,25 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
             "batch: ..., or labels in the batch of a model that computes its loss from them"
         )
     return found
+
+
+_is_running = False
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One simulation at a time: what is replaced in torch holds for all threads."""
+    global _is_running
+    if _is_running:
+        raise ConfigError(
+            "a simulation is running in this process already, and there can be one at a time: run "
+            "them one after the other, or each in a process of its own"
+        )
+    _is_running = True
+    try:
+        yield
+    finally:
+        _is_running = False
 
 
 @contextmanager

@@ -5,9 +5,8 @@ or has an owner is told by `ownership`. On tensors with values and on ghosts ali
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,66 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import ConfigError
 from ..ownership import observed_by
 from ..tracing import followed_by
+from .stored import PLAIN, Moment, Step, Stored, parts_of, tensors_in
 
-__all__ = ["Moment", "Step", "Stored", "Tracker"]
+__all__ = ["Tracker"]
 
 RANGES = {
     "zeroshard::reduce": "reduce",
     "zeroshard::gather": "gather",
     "zeroshard::unshard": "gather",
 }
-
-
-@dataclass(slots=True, eq=False)
-class Stored:
-    """A storage, as long as it lived.
-
-    Attributes:
-        nbytes: at present.
-        owner: category that its owner gave it, "" for none.
-        identity: category of what it was found to be (a parameter, a buffer ...), "" for none.
-        is_behind_blocks: made between the end of the last block and backward's return to it.
-        outlived_forward: whether it was there when the forward that made it ended.
-        outlived_step: whether it was there when the step that made it was over.
-        was_sent: whether a collective was given it.
-        operation: what made it.
-    """
-
-    nbytes: int = 0
-    owner: str = ""
-    identity: str = ""
-    is_behind_blocks: bool = False
-    outlived_forward: bool = False
-    outlived_step: bool = False
-    was_sent: bool = False
-    operation: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """From the change with this number on, a phase and a module."""
-
-    at: int
-    phase: str
-    where: str
-
-
-@dataclass
-class Step:
-    """What happened from the end of one optimizer step to the end of the next.
-
-    Attributes:
-        before: storages and their bytes when it began.
-        changes: (storage, bytes from then on), in order.
-        moments: phases and modules, in order.
-        points: name of a point -> how many changes came before it.
-    """
-
-    number: int
-    before: list[tuple[Stored, int]] = field(default_factory=list)
-    changes: list[tuple[Stored, int]] = field(default_factory=list)
-    moments: list[Moment] = field(default_factory=list)
-    points: dict[str, int] = field(default_factory=dict)
 
 
 class _Forward:
@@ -96,7 +44,7 @@ class Tracker(TorchDispatchMode):
     """
 
     def __init__(self, on_step: Callable[[Step], None], device_type: str = "cpu") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.on_step = on_step
         self.device_type = device_type
         self.step = Step(number=1)
@@ -122,7 +70,7 @@ class Tracker(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         for kind in types:
-            if kind not in _PLAIN:
+            if kind not in PLAIN:
                 return NotImplemented  # a subclass, which takes itself apart first
         if torch._C._current_graph_task_id() != -1:
             if self._phase in ("forward", "data"):
@@ -131,7 +79,7 @@ class Tracker(TorchDispatchMode):
             self._set_phase("data")
         self._see_given(args)
         if func.namespace == "c10d":
-            for tensor in _tensors(args):
+            for tensor in tensors_in(args):
                 self._look_at(tensor, "").was_sent = True
         out = func(*args, **(kwargs or {}))
         if not func.is_view:
@@ -194,7 +142,7 @@ class Tracker(TorchDispatchMode):
 
     def owned(self, tensor: Tensor, category: str) -> None:
         """The storage of `tensor` has an owner."""
-        if type(tensor) in _PLAIN:
+        if type(tensor) in PLAIN:
             self._look_at(tensor, "").owner = category
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -247,7 +195,7 @@ class Tracker(TorchDispatchMode):
         """Look up what is a parameter, a buffer, a gradient, or state of an optimizer."""
         for scan in self._scans:
             for tensor, category in scan():
-                for part in _parts(tensor):
+                for part in parts_of(tensor):
                     stored = self._look_at(part, "")
                     stored.identity = stored.identity or category
 
@@ -344,14 +292,14 @@ class Tracker(TorchDispatchMode):
                     self._is_recomputing = True
                     self._forward = _Forward()
             elif self._depth == 0 and self._phase != "forward":
-                for tensor in _tensors((args, kwargs)):
-                    for part in _parts(tensor):
+                for tensor in tensors_in((args, kwargs)):
+                    for part in parts_of(tensor):
                         stored = self._look_at(part, "")
                         stored.identity = stored.identity or "inputs"
                 self._begin_forward()
             elif self._depth == 0:  # once more before a backward
-                for tensor in _tensors((args, kwargs)):
-                    if not tensor.requires_grad and type(tensor) in _PLAIN:
+                for tensor in tensors_in((args, kwargs)):
+                    if not tensor.requires_grad and type(tensor) in PLAIN:
                         stored = self._look_at(tensor, "")
                         stored.identity = stored.identity or "inputs"
             self._depth += 1
@@ -377,7 +325,7 @@ class Tracker(TorchDispatchMode):
             if is_block and self._forward is not None:
                 self._forward.last_block = len(self._forward.made)
             if name:
-                for tensor in _tensors(output):
+                for tensor in tensors_in(output):
                     if tensor.grad_fn is not None:
                         tensor.grad_fn.register_prehook(self._came_back(name, is_block))
 
@@ -430,26 +378,4 @@ class Tracker(TorchDispatchMode):
             self._scans.clear()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for entry in value:
-            yield from _tensors(entry)
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from _tensors(entry)
-
-
-def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """The plain tensors that a subclass is made of."""
-    if type(tensor) in _PLAIN:
-        return [tensor]
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in _parts(getattr(tensor, name))]
-    return []
-
-
 _running = False
-_PLAIN = {Tensor, nn.Parameter, nn.Buffer}

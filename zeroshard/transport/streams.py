@@ -62,7 +62,7 @@ class CudaEvent:
         self.event, self.device = event, device
 
     def is_done(self) -> bool:
-        return self.event.query()
+        return bool(self.event.query())
 
     def wait(self) -> None:
         torch.cuda.current_stream(self.device).wait_event(self.event)

@@ -1,0 +1,86 @@
+"""What is known of a storage, and of a step: what a tracker notes. Follows nothing itself."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["PLAIN", "Moment", "Step", "Stored", "parts_of", "tensors_in"]
+
+PLAIN = {Tensor, nn.Parameter, nn.Buffer}
+"""Types of tensors that are no subclass which takes itself apart first."""
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """A storage, as long as it lived.
+
+    Attributes:
+        nbytes: at present.
+        owner: category that its owner gave it, "" for none.
+        identity: category of what it was found to be (a parameter, a buffer ...), "" for none.
+        is_behind_blocks: made between the end of the last block and backward's return to it.
+        outlived_forward: whether it was there when the forward that made it ended.
+        outlived_step: whether it was there when the step that made it was over.
+        was_sent: whether a collective was given it.
+        operation: what made it.
+    """
+
+    nbytes: int = 0
+    owner: str = ""
+    identity: str = ""
+    is_behind_blocks: bool = False
+    outlived_forward: bool = False
+    outlived_step: bool = False
+    was_sent: bool = False
+    operation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """From the change with this number on, a phase and a module."""
+
+    at: int
+    phase: str
+    where: str
+
+
+@dataclass
+class Step:
+    """What happened from the end of one optimizer step to the end of the next.
+
+    Attributes:
+        before: storages and their bytes when it began.
+        changes: (storage, bytes from then on), in order.
+        moments: phases and modules, in order.
+        points: name of a point -> how many changes came before it.
+    """
+
+    number: int
+    before: list[tuple[Stored, int]] = field(default_factory=list)
+    changes: list[tuple[Stored, int]] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
+    points: dict[str, int] = field(default_factory=dict)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for entry in value:
+            yield from tensors_in(entry)
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from tensors_in(entry)
+
+
+def parts_of(tensor: Tensor) -> Sequence[Tensor]:
+    """The plain tensors that a subclass is made of."""
+    if type(tensor) in PLAIN:
+        return [tensor]
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in parts_of(getattr(tensor, name))]
+    return []
