@@ -39,8 +39,6 @@ class Case:
         model: builds it.
         batch: makes a batch for it.
         options: of the optimizer.
-        share: of a total, by which a simulation may differ from a measurement.
-        why: they differ.
     """
 
     model: Callable[[], nn.Module]
@@ -49,16 +47,14 @@ class Case:
     world_size: int = 2
     micro_batches: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
-    share: float = 0.0
-    why: str = ""
 
 
-def measured(case: Case, _rank: int = 0) -> dict[str, Any]:
+def measured(case: Case) -> dict[str, Any]:
     """What the profiler says of two real steps, as JSON."""
     torch.manual_seed(0)
     model = case.model()
     optimizer = zeroshard.AdamW(model, stage=case.stage, **case.options)
-    gc.disable()
+    gc.disable()  # as in a simulation; this is a rank, which ends soon
     with MemoryProfiler(model, optimizer) as profiler:
         for _ in range(2):
             for _ in range(case.micro_batches):
@@ -71,7 +67,7 @@ def measured(case: Case, _rank: int = 0) -> dict[str, Any]:
 
 
 def simulated(case: Case, rank: int = 0, device: str = "cpu") -> dict[str, Any]:
-    """What a simulation says of the same."""
+    """What a simulation says of the same, as JSON."""
     torch.manual_seed(0)
     return simulate(
         case.model,
@@ -86,12 +82,11 @@ def simulated(case: Case, rank: int = 0, device: str = "cpu") -> dict[str, Any]:
 
 
 def measure_all(cases: Mapping[str, Case], world_size: int) -> dict[str, list[Any]]:
-    """What every rank measures of each case that has that many; a case that fails says why."""
-    chosen = {name: case for name, case in cases.items() if case.world_size == world_size}
+    """What every rank measures of each of the cases; one that fails gives a traceback."""
 
     def work(rank: int, _: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for name, case in chosen.items():
+        for name, case in cases.items():
             try:
                 found[name] = measured(case)
             except Exception:
@@ -100,7 +95,28 @@ def measure_all(cases: Mapping[str, Case], world_size: int) -> dict[str, list[An
         return found
 
     by_rank = ranks.run(work, world_size, timeout_s=240)
-    return {name: [found[name] for found in by_rank] for name in chosen}
+    return {name: [found[name] for found in by_rank] for name in cases}
+
+
+def compared(measurement: Mapping[str, Any], simulation: Mapping[str, Any]) -> list[str]:
+    """In what two reports differ: points, maxima and the peak, to the byte."""
+    tables = {"maxima": (measurement["maxima"], simulation["maxima"])}
+    tables["peak"] = (measurement["peak"]["categories"], simulation["peak"]["categories"])
+    for point in {**measurement["points"], **simulation["points"]}:
+        tables[point] = (measurement["points"].get(point), simulation["points"].get(point))
+    found = [
+        f"{table}, {category}: measured {(first or {}).get(category)}, "
+        f"simulated {(second or {}).get(category)}"
+        for table, (first, second) in tables.items()
+        for category in {**(first or {}), **(second or {})}
+        if (first or {}).get(category) != (second or {}).get(category)
+    ]
+    for name in ("total", "phase", "where", "step"):
+        if measurement["peak"][name] != simulation["peak"][name]:
+            found.append(
+                f"peak, {name}: {measurement['peak'][name]!r}, not {simulation['peak'][name]!r}"
+            )
+    return found
 
 
 # --- models
@@ -362,4 +378,4 @@ OTHERS = {
         stage=1,
     ),
 }
-"""What is no decoder. One that differs from a measurement says why."""
+"""What is no decoder."""

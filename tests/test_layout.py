@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeroshard import layout as layout_module
 from zeroshard.errors import ConfigError
 from zeroshard.layout import BLOCK, ParamSpec, fingerprint, first_difference, plan_layout
 
@@ -44,6 +45,37 @@ def test_every_element_has_exactly_one_owner(layout):
         assert covered == sorted(covered)
         edges = [0, *(edge for pair in covered for edge in pair), slot.numel]
         assert edges[0::2] == edges[1::2], "runs follow each other without gap or overlap"
+
+
+@given(layouts())
+def test_every_part_lies_where_its_run_says(layout):
+    for run in layout.runs:
+        bucket, slot = layout.buckets[run.bucket], layout.slots[run.slot]
+        shard = bucket.offset + run.rank * bucket.shard_numel
+        assert shard <= run.arena_offset
+        assert run.arena_offset + run.numel <= shard + bucket.shard_numel
+        assert run.arena_offset - slot.offset == run.slot_offset
+        assert run.arena_offset - shard == run.shard_offset - bucket.shard_offset
+
+
+@given(layouts())
+def test_one_ranks_runs_are_those_of_all_ranks_that_are_its_own(layout):
+    for slot, runs in zip(layout.slots, layout.runs_of_slot, strict=True):
+        for rank in range(layout.world_size):
+            mine = tuple(run for run in runs if run.rank == rank)
+            assert layout.runs_of_rank(rank)[slot.index] == mine
+            ranges = layout.ranges_by_rank(slot.index)[rank]
+            assert ranges == tuple((run.slot_offset, run.numel) for run in mine)
+        buckets = tuple(dict.fromkeys(run.bucket for run in runs))
+        assert layout.buckets_of_slot[slot.index] == buckets
+
+
+def test_one_ranks_runs_of_seventy_billion_parameters_on_many_ranks_are_found_at_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(layout_module, "Run", lambda **values: made.append(values))
+    layout = plan_layout([spec("0", (2**28, 256), "bfloat16")], world_size=4096)
+    layout.runs_of_rank(17)
+    assert len(made) == len(layout.buckets)
 
 
 @given(layouts())

@@ -407,7 +407,18 @@ def test_a_second_optimizer_of_one_training_is_not_followed_and_said_so(toy, cap
     )
     assert call("profile", "--json", "one.json", "two.py") == 0
     assert len(load_reports(toy / "one.json")) == 1
-    assert "1 more optimizers were made" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("One more optimizer was made before") == 1
+
+
+def test_what_cannot_be_followed_does_not_disturb_the_script(toy, capsys):
+    script(toy)
+    assert call("profile", "--snapshot", "run.pickle", "train.py", 2) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "trained as __main__ ['2']\n"
+    assert (
+        "An optimizer was not followed: a snapshot records the allocator of a GPU" in captured.err
+    )
+    assert "made no step" in captured.err
 
 
 def test_profile_refuses_what_it_cannot_run(toy, capsys):

@@ -256,7 +256,8 @@ def test_a_closure_is_no_part_of_the_step(optimizer):
     report = profiler.report()
     assert report.points["after_backward"]["gradients"] > 0
     phases = [sample.phase for sample in report.timeline]
-    assert "backward" in phases
+    assert phases[-1] == "step"
+    assert "step" not in phases[: phases.index("backward")]
     if optimizer.__class__ is torch.optim.AdamW:
         expected = plain.report().points["after_backward"]["gradients"]
         assert report.points["after_backward"]["gradients"] == expected
@@ -452,8 +453,9 @@ def test_a_second_optimizer_of_other_parameters_makes_no_steps_of_its_own():
     assert held["moments"] == 2 * nbytes_of(model.parameters())
 
 
-def test_it_keeps_neither_model_nor_optimizer_alive():
-    model, optimizer = setting()
+@pytest.mark.parametrize("kind", ["torch", "ours"])
+def test_it_keeps_neither_model_nor_optimizer_alive(kind):
+    model, optimizer = setting(kind)
     profiler = measured(model, optimizer)
     gone = weakref.ref(model), weakref.ref(optimizer)
     del model, optimizer
@@ -849,6 +851,29 @@ def test_every_rank_writes_a_snapshot_of_its_own(tmp_path, monkeypatch):
     assert Snapshot(tmp_path / "s.pickle", History()).path == tmp_path / "s-rank3.pickle"
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert Snapshot(tmp_path / "s.pickle", History()).path == tmp_path / "s.pickle"
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured_and_its_allocator_agrees(tmp_path):
+    def step():
+        model(torch.randn(512, 1024, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    nn.Linear(1024, 1024, device="cuda")(torch.ones(8, 1024, device="cuda")).sum().backward()
+    held = torch.cuda.memory_stats()["requested_bytes.all.current"]  # a workspace, for one
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).cuda()
+    optimizer = zeroshard.AdamW(model)
+    with MemoryProfiler(model, optimizer, snapshot=tmp_path / "run.pickle") as profiler:
+        for _ in range(3):
+            step()
+    report = profiler.report()
+    allocator = profiler._allocator_peaks[report.peak.step - 1]
+    assert report.peak.total == pytest.approx(allocator.requested - held, rel=0.02)
+    assert allocator.requested <= allocator.allocated <= allocator.reserved
+    assert report.maxima["outside_torch"] > 0
+    assert report.points["after_step"]["moments"] >= 2 * nbytes_of(model.parameters())
+    assert (tmp_path / "run.pickle").stat().st_size > 1000
 
 
 # --- wrong use --------------------------------------------------------------------------------

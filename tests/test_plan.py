@@ -330,7 +330,7 @@ def test_activations_are_what_forward_saves_for_backward_to_the_byte(family):
 def test_the_formula_of_llama_in_bf16_is_the_one_in_the_docs():
     architecture = PRESETS["llama-3-8b"].architecture
     h, i, nh, nkv, d = 4096, 14336, 32, 8, 128
-    kept = sum(kept.nbytes for kept in kept_by_block(architecture, 2))
+    kept = sum(kept.nbytes for kept in kept_by_block(architecture, 2, seq=4096))
     assert kept == 16 * h + 4 * nh * d + 4 * nkv * d + 8 * i + 4 * nh + 8
 
 
@@ -597,6 +597,7 @@ def test_an_impossible_config_says_why(changed, said, tmp_path):
         ({"stage": 4}, "stage must be one of 1, 2, 3; got 4"),
         ({"seq": 0}, "seq must be a whole number of at least 1, got 0"),
         ({"seq": 8, "micro_batch": -1}, "micro_batch must be a whole number"),
+        ({"micro_batch": -1}, "micro_batch must be a whole number"),
         ({"checkpointing": "all"}, "checkpointing must be one of none, block; got 'all'"),
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"transport": "mpi"}, "transport must be one of"),
@@ -699,6 +700,7 @@ def test_markdown_is_a_table(capsys):
         (("--model", "llama-3-8"), "did you mean"),
         (("--model", "gpt2", "--gpus", "0"), "at least 1, got 0"),
         (("--model", "gpt2", "--seq", "-5"), "seq must be a whole number"),
+        (("--model", "gpt2", "--micro-batch", "0"), "micro_batch must be a whole number"),
         (("--model", "gpt2", "--solve", "seq"), "--solve seq needs --gpu-memory"),
         (("--model", "gpt2", "--json", "--markdown"), "choose one"),
         (("--model", "gpt2", "--gpu-memory", "0GiB"), "gpu_memory must be above 0"),
@@ -721,7 +723,7 @@ def test_sizes_are_read_as_they_are_written():
         ("2 mib", 2 * 2**20),
     ):
         assert cli_memory.size(text) == nbytes
-    for text in ("80 gallons", "", "-3GiB", "1..2GiB"):
+    for text in ("80 gallons", "", "-3GiB", "1..2GiB", "1e400"):
         with pytest.raises(argparse.ArgumentTypeError):
             cli_memory.size(text)
 
@@ -763,3 +765,47 @@ def test_the_plan_is_what_a_simulated_gpu_holds(family, monkeypatch):
         assert activations[0] == activations[1], (stage, checkpointing)
         difference = planned.peak.total / simulated.peak.total - 1
         assert abs(difference) <= 0.03, (stage, checkpointing, difference)
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 704, "head_dim": 64}
+LARGE_TABLE = {"vocab": 20_000, "batch": (1, 8)}
+PEAKS = {
+    # The gradients of a shared weight, and a third that is their sum.
+    "tied": ("llama", {"tie_word_embeddings": True}, LARGE_TABLE),
+    # The head's gradient is sent when backward enters the root unit, all activations there.
+    "kept units": ("llama", {}, {**LARGE_TABLE, "reshard_after_forward": False}),
+    # Gemma's table is no plain nn.Embedding, and is gathered for backward.
+    "gemma, untied": ("gemma", {"tie_word_embeddings": False}, LARGE_TABLE),
+    # Both matrices of the experts have gradients, while attention's activations are there.
+    "experts": ("mixtral", {}, {"vocab": 97, "batch": (2, 128)}),
+    "narrow": ("llama", {"intermediate_size": 128}, {"vocab": 97, "batch": (8, 256)}),
+    # A mask, and keys that are repeated for it.
+    "window": ("mistral", {"sliding_window": 64}, {"vocab": 97, "batch": (2, 512)}),
+    # fp32, and heads that share keys: scores are kept.
+    "scores": ("llama", {}, {"vocab": 97, "batch": (2, 512), "dtype": torch.float32}),
+}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+@pytest.mark.parametrize("case", PEAKS)
+def test_the_peak_is_found_where_it_is_not_at_the_loss(case, checkpointing, monkeypatch):
+    family, sizes, options = PEAKS[case]
+    options = {"dtype": torch.bfloat16, **options}
+    vocab, shape, dtype = (options.pop(name) for name in ("vocab", "batch", "dtype"))
+    monkeypatch.setattr(f"{__name__}.SIZES", {**SIZES, **WIDE, **sizes})
+    ids = torch.zeros(*shape, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+
+    def build():
+        model = transformers_model(family, dtype, layers=3, vocab=vocab)
+        if checkpointing == "block":
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    for stage in (3,) if "reshard_after_forward" in options else (2, 3):
+        where = {"world_size": 7, "stage": stage, "bucket_mb": 1, **options}
+        simulated = simulate(build, lambda: batch, **where)
+        seq = {"seq": shape[1], "micro_batch": shape[0], "checkpointing": checkpointing}
+        planned = plan(build(), **where, **seq)
+        difference = planned.peak.total / simulated.peak.total - 1
+        assert abs(difference) <= 0.03, (stage, difference, planned.peak, simulated.peak)

@@ -196,18 +196,14 @@ def _profile(chosen: argparse.Namespace) -> None:
 def _write(
     reports: list[Report], profiled: Profiled, chosen: argparse.Namespace, expected: list[Report]
 ) -> None:
+    for remark in profiled.remarks:
+        print(remark, file=sys.stderr)
     if not reports:
         raise ConfigError(
             f"{chosen.script} made no step with a zeroshard.AdamW that it built in this process: "
             "there is nothing to report"
         )
     print(_text(reports), file=sys.stderr)
-    if profiled.ignored:
-        print(
-            f"{profiled.ignored} more optimizers were made before the first one made a step, and "
-            "were not followed.",
-            file=sys.stderr,
-        )
     if chosen.json is not None:
         values = [report.to_json() for report in reports]
         text = json.dumps(values if len(values) > 1 else values[0], indent=1)

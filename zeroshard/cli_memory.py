@@ -47,7 +47,7 @@ def size(text: str) -> int:
         )
     try:
         return int(float(found[1]) * units[found[2]])
-    except ValueError:
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write 80GiB") from None
 
 
@@ -120,12 +120,13 @@ def _plan(chosen: argparse.Namespace) -> None:
             f"--solve {chosen.solve} needs --gpu-memory"
             + (" and --seq" if chosen.solve != "seq" else "")
         )
+    batch = Batch(seq=1 if seq is None else seq, micro_batch=chosen.micro_batch)
     rows = planning_table(
         shape,
         Choices(
             world_size=chosen.gpus,
             gpu_memory=chosen.gpu_memory,
-            batch=None if seq is None else Batch(seq=seq, micro_batch=chosen.micro_batch),
+            batch=None if seq is None else batch,
             stages=chosen.stages,
             masters=chosen.masters,
             moments=chosen.moments,

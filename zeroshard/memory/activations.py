@@ -2,8 +2,9 @@
 
 The formulas are keyed to an implementation: transformers' decoders in eager PyTorch, attention by
 `scaled_dot_product_attention` with a kernel that keeps queries, keys, values, its output and one
-fp32 number a token and head (flash), experts by grouped matrix products, no attention mask. Each
-row says what is kept and of which dtype; the tests count the same on real models.
+fp32 number a token and head (flash), experts by grouped matrix products, no attention mask but that
+of a sliding window. In fp32 with heads that share keys a GPU has no such kernel, and all scores are
+kept. Each row says what is kept and of which dtype; the tests count the same on real models.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from .architectures import Architecture
 
-__all__ = ["Activations", "Kept", "activations_of", "kept_by_block"]
+__all__ = ["Activations", "Kept", "activations_of", "has_mask", "keeps_scores", "kept_by_block"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,12 @@ class Activations:
             makes no copy of it.
         behind: what a block's backward makes before the first matrix has its gradient.
         working: what it makes when that is there.
+        norm_gone: what of the block is freed when backward is within the norm before the
+            feed-forward part.
+        norm_working: what it makes there: RMSNorm's steps, in fp32.
+        scores_gone: what of it is freed when attention without a fused kernel is at its largest; 0
+            with one.
+        scores_working: what its backward makes there.
         experts_gone: what of the block is freed when all matrices of its experts have their
             gradients; 0 without experts.
         experts_working: what its backward makes by then.
@@ -70,6 +77,10 @@ class Activations:
     last_output: int
     behind: int
     working: int
+    norm_gone: int
+    norm_working: int
+    scores_gone: int
+    scores_working: int
     experts_gone: int
     experts_working: int
     gradient: int
@@ -81,14 +92,32 @@ class Activations:
     logits_gradient: int
 
 
+def keeps_scores(
+    architecture: Architecture, itemsize: int, *, seq: int, on_gpu: bool = True
+) -> bool:
+    """Whether attention has no fused kernel: flash has none of fp32, the other of shared keys.
+
+    Where there is a mask, transformers repeats the keys.
+    """
+    shares_keys = architecture.kv_heads != architecture.heads
+    is_masked = has_mask(architecture, seq=seq, on_gpu=on_gpu)
+    return on_gpu and itemsize == 4 and shares_keys and not is_masked
+
+
+def has_mask(architecture: Architecture, *, seq: int, on_gpu: bool = True) -> bool:
+    """Whether transformers makes a mask: where the attention slides over less than the sequence."""
+    return on_gpu and 0 < architecture.window <= seq
+
+
 def kept_by_block(
-    architecture: Architecture, itemsize: int, *, on_gpu: bool = True
+    architecture: Architecture, itemsize: int, *, seq: int, on_gpu: bool = True
 ) -> Iterator[Kept]:
     """What one block leaves for each token.
 
     Args:
         architecture: the model's numbers.
         itemsize: bytes of an element of the model's dtype.
+        seq: tokens of a sequence, which matters where scores are kept.
         on_gpu: where a dropout mask is of one byte, and means are fp32; on a CPU both are of the
             model's dtype.
     """
@@ -103,7 +132,16 @@ def kept_by_block(
             yield Kept(what=f"{what}, fp32", numel=heads * a.head_dim, itemsize=4)
             yield Kept(what=f"{what}, normalised", numel=heads * a.head_dim, itemsize=itemsize)
             yield Kept(what=f"their norms, {what}", numel=heads, itemsize=4)
-    yield from _attention(a, itemsize)
+    if keeps_scores(a, itemsize, seq=seq, on_gpu=on_gpu):
+        yield Kept(what="queries, keys, values, output", numel=4 * a.heads * a.head_dim,
+                   itemsize=itemsize)  # fmt: skip
+        yield Kept(what="scores", numel=a.heads * seq, itemsize=4)
+    else:
+        yield from _attention(a, itemsize)
+    if has_mask(a, seq=seq, on_gpu=on_gpu):
+        more = a.heads - a.kv_heads
+        yield Kept(what="keys and values, repeated", numel=2 * more * a.head_dim, itemsize=itemsize)
+        yield Kept(what="mask, added to scores", numel=seq, itemsize=itemsize)
     if a.experts:
         yield from _experts(a, itemsize)
     else:
@@ -182,6 +220,27 @@ def _working(a: Architecture, itemsize: int) -> tuple[int, int]:
     return incoming, incoming + 2 * a.intermediate * itemsize
 
 
+def _norm_working(a: Architecture, itemsize: int) -> tuple[int, int]:
+    """Bytes for each token of a block that are gone within its second norm, and that this makes."""
+    incoming = a.hidden * itemsize
+    if a.family == "gpt2":  # one kernel
+        return 0, incoming
+    normalised_and_output = 2 * a.hidden * itemsize
+    return _feed_forward(a, itemsize) + normalised_and_output, incoming + 5 * 4 * a.hidden
+
+
+def _feed_forward(a: Architecture, itemsize: int) -> int:
+    rows = max(a.experts_per_token, 1)
+    return (4 * rows * a.intermediate + (2 * rows * a.hidden if a.experts else 0)) * itemsize
+
+
+def _scores_working(a: Architecture, itemsize: int, seq: int) -> tuple[int, int]:
+    """The same within attention without a fused kernel, where scores have their gradients."""
+    heads = a.heads * a.head_dim * itemsize
+    gone = _feed_forward(a, itemsize) + 3 * a.hidden * itemsize + 2 * heads
+    return gone, a.hidden * itemsize + 2 * heads + 2 * 4 * a.heads * seq
+
+
 def activations_of(
     architecture: Architecture,
     itemsize: int,
@@ -200,12 +259,13 @@ def activations_of(
         on_gpu: see `kept_by_block`.
     """
     a, tokens = architecture, seq * micro_batch
-    block = sum(kept.nbytes for kept in kept_by_block(a, itemsize, on_gpu=on_gpu))
+    block = sum(kept.nbytes for kept in kept_by_block(a, itemsize, seq=seq, on_gpu=on_gpu))
     head_input = _head_input(a, itemsize, tokens, on_gpu=on_gpu)
     block_input = tokens * a.hidden * itemsize
     keeps_input = itemsize == 4 or a.family == "gpt2"  # where the first norm makes no copy of it
     angles = 0 if a.family == "gpt2" else 2 * seq * a.head_dim * itemsize
     positions = 8 * seq  # one row for all sequences of the batch
+    mask = seq * seq if has_mask(a, seq=seq, on_gpu=on_gpu) else 0  # of one sequence
     embedded = tokens * a.hidden * (1 if on_gpu else itemsize) if a.has_dropout else 0
     copy = 0 if itemsize == 4 else 4 * a.vocab * tokens
     fp32 = 4 * a.vocab * tokens
@@ -213,17 +273,27 @@ def activations_of(
     padded, shifted = 8 * (tokens + micro_batch), 8 * tokens if micro_batch > 1 else 0
     scalars = 2 * 4  # the loss, and the number of labels or the loss's gradient
     behind, working = _working(a, itemsize)
+    norm_gone, norm_working = _norm_working(a, itemsize)
+    scores_gone, scores_working = (
+        _scores_working(a, itemsize, seq)
+        if keeps_scores(a, itemsize, seq=seq, on_gpu=on_gpu)
+        else (0, 0)
+    )
     rows, wide = (a.experts_per_token * size * itemsize for size in (a.hidden, a.intermediate))
     return Activations(
         block=block * tokens + _flat(a, on_gpu=on_gpu),
         recomputed=block * tokens + _flat(a, on_gpu=on_gpu) - (block_input if keeps_input else 0),
         block_input=block_input,
         around=head_input + angles + embedded + (positions if a.family == "gpt2" else 0),
-        around_checkpointed=0 if a.family == "gpt2" else positions,
+        around_checkpointed=0 if a.family == "gpt2" else positions + mask,
         head_input=head_input,
         last_output=block_input if keeps_input else 0,
         behind=behind * tokens,
         working=working * tokens,
+        norm_gone=norm_gone * tokens,
+        norm_working=norm_working * tokens,
+        scores_gone=scores_gone * tokens,
+        scores_working=scores_working * tokens,
         experts_gone=(rows + 4 * wide) * tokens if a.experts else 0,
         experts_working=(a.hidden * itemsize + rows + 2 * wide) * tokens if a.experts else 0,
         gradient=a.hidden * itemsize * tokens,

@@ -174,7 +174,8 @@ def units(architecture: Architecture) -> tuple[dict[str, str], frozenset[str]]:
             unit_of[name] = ".".join(name.split(".")[:3])
         else:
             unit_of[name] = module if module in own else ""
-    return unit_of, frozenset(own.intersection(tables))
+    # Gemma's table is no plain nn.Embedding.
+    return unit_of, frozenset() if a.family == "gemma" else frozenset(own.intersection(tables))
 
 
 def buffers_nbytes(architecture: Architecture) -> int:

@@ -35,7 +35,9 @@ def kernel_of(
     much as flash attention does.
     """
     backends = torch.backends.cuda
-    if not _fits_fused(query, key, value, enable_gqa=enable_gqa):
+    if not _fits_fused(query, key, value, enable_gqa=enable_gqa) or (
+        mask is not None and mask.stride(-1) != 1
+    ):
         return "math"
     same_head = query.shape[-1] == key.shape[-1] == value.shape[-1]
     if (

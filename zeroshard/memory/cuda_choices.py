@@ -53,13 +53,25 @@ def _rms_norm(
     eps: float | None = None,
 ) -> Any:
     if weight is not None and weight.dtype != input.dtype:
-        # The fused kernel wants one dtype; this is what both devices do without it.
-        dims = tuple(range(-len(normalized_shape), 0))
-        wide = input.float()
-        squares = wide.pow(2).mean(dims, keepdim=True)
-        squares.add_(torch.finfo(input.dtype).eps if eps is None else eps)
-        return ((wide * squares.rsqrt()) * weight).to(input.dtype)
-    return aten._fused_rms_norm.default(input, normalized_shape, weight, eps)[0]
+        # The fused kernel wants one dtype. On a CPU this is no kernel, but what both do without.
+        return aten._fused_rms_norm.default(input, normalized_shape, weight, eps)[0]
+    return _RmsNorm.apply(input, weight, len(normalized_shape))
+
+
+class _RmsNorm(torch.autograd.Function):
+    """What the fused kernel allocates: on a CPU torch has none, nor a gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
+        rows = (*input.shape[: input.dim() - num_dims], *[1] * num_dims)
+        ctx.save_for_backward(input, weight, input.new_empty(rows, dtype=torch.float32))
+        return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        input, weight, _ = ctx.saved_tensors
+        of_weight = ctx.needs_input_grad[1]
+        return torch.empty_like(input), torch.empty_like(weight) if of_weight else None, None
 
 
 class _OnTheCpu(TorchFunctionMode):

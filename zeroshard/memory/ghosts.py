@@ -6,6 +6,7 @@ tensors. Small tensors that do not depend on ghosts (masks, positions, counters,
 and so is every decision that is taken from them.
 """
 
+import mmap
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -185,10 +186,24 @@ class Ghosts(TorchDispatchMode):
             offset = source.storage_offset() + int(fake.storage_offset())
             return source.as_strided(fake.shape, fake.stride(), offset)
         on = _CPU if fake.device == self._device else fake.device
-        ghost = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=on)
+        ghost = _untouched(fake, on)
         if fake.untyped_storage().nbytes() <= ZEROED_NBYTES:
             ghost.zero_()
         return self.haunt(ghost)
+
+
+def _untouched(like: Tensor, device: torch.device) -> Tensor:
+    """Memory that nobody will touch; there may be less of it."""
+    try:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    except RuntimeError:
+        if device.type != "cpu" or not like.untyped_storage().nbytes():
+            raise
+        # More at once than the machine has; this asks it to promise nothing.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _PROMISE_NOTHING
+        memory = mmap.mmap(-1, like.untyped_storage().nbytes(), flags=flags)
+        flat = torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype)
+        return flat.as_strided(like.shape, like.stride())
 
 
 def _is_on_cpu(kwargs: Mapping[str, Any]) -> bool:
@@ -240,6 +255,7 @@ def _grouped_mm(
     return torch.empty_strided(shape, strides, dtype=dtype, device=a.device)
 
 
+_PROMISE_NOTHING = getattr(mmap, "MAP_NORESERVE", 0x4000)  # its value in Linux
 _CPU = torch.device("cpu")
 _DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -272,6 +288,4 @@ _ON_A_GPU_ONLY = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
-    torch.ops.aten._fused_rms_norm.default,
-    torch.ops.aten._fused_rms_norm_backward.default,
 }

@@ -151,7 +151,8 @@ def _backward(step: Step) -> Iterator[Peak]:
             made = {"temporary": temporary, **left}
             yield _moment("backward", name, base, {**made, **_gradients(held)}, whole, inputs)
         blocks -= _is_block(step, group.unit)
-    yield _moment("backward", "the end", base, _gradients(last), step.whole(), inputs)
+    whole = step.whole_in(groups[-1].unit, []) if groups else step.whole()
+    yield _moment("backward", "the end", base, _gradients(last), whole, inputs)
 
 
 def _within(
@@ -180,9 +181,13 @@ def _within(
         yield name, entered, a.gradient, {"activations": kept}
         yield name, settled, a.behind, {"activations": kept + recomputed}
         yield name, first, a.working, {"activations": kept + recomputed}
-        if a.experts_gone:
-            rest = {"activations": kept + recomputed - a.experts_gone}
-            yield name, most, a.experts_working, rest
+        yield name, first, a.norm_working, {"activations": kept + recomputed - a.norm_gone}
+        for gone, working in (
+            (a.experts_gone, a.experts_working),
+            (a.scores_gone, a.scores_working),
+        ):
+            if gone:
+                yield name, most, working, {"activations": kept + recomputed - gone}
         yield name, most, 2 * a.gradient, {"activations": step.kept(blocks - 1)}
         return
     if blocks and a is not None:
@@ -190,7 +195,10 @@ def _within(
             "activations": step.kept(blocks) + a.last_output,
             "logits_and_loss": a.head_input - a.last_output,
         }
+        # In the last norm, no gradient waits beside, and its two results are freed.
+        last_norm = max(a.norm_working - 3 * a.gradient, a.gradient)
         yield name, entered, a.gradient, left
+        yield name, settled, last_norm, left
         yield name, most, a.logits_gradient + a.gradient, left
         return
     gradient = a.gradient if a is not None else 0

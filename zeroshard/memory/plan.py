@@ -11,7 +11,7 @@ from torch import nn
 from ..config import Options, Precision
 from ..errors import ConfigError
 from ..layout import ITEMSIZE
-from .activations import Activations, activations_of
+from .activations import Activations, activations_of, has_mask, keeps_scores
 from .architectures import Architecture
 from .models import ModelShape, shape_of
 from .moments import CHECKPOINTING, Step, after_forward, moments_of
@@ -101,10 +101,10 @@ def plan(
         reshard_after_forward=reshard_after_forward,
         units=None if units is None else tuple(units),
     )
-    check_checkpointing(checkpointing)
-    batch = None
-    if seq is not None:
-        batch = Batch(seq=seq, micro_batch=micro_batch, checkpointing=checkpointing)
+    # Checked without a sequence too.
+    batch = Batch(
+        seq=1 if seq is None else seq, micro_batch=micro_batch, checkpointing=checkpointing
+    )
     planned = Planned(
         shape=shape_of(model, dtype=dtype, units=units),
         options=options,
@@ -113,7 +113,7 @@ def plan(
         transport=transport,
         rank=rank,
     )
-    return report_of(States(planned), batch, began=began)
+    return report_of(States(planned), None if seq is None else batch, began=began)
 
 
 def report_of(states: States, batch: Batch | None, *, began: float | None = None) -> Report:
@@ -216,10 +216,17 @@ def _notes(states: States, batch: Batch | None, activations: Activations | None)
         )
     architecture = shape.architecture
     if activations is not None and architecture is not None and batch is not None:
-        if 0 < architecture.window <= batch.seq:
+        on_gpu = states.planned.transport != "gloo"
+        if has_mask(architecture, seq=batch.seq, on_gpu=on_gpu):
             notes.append(
                 f"The attention slides over {architecture.window} tokens: for longer sequences "
-                "transformers makes a mask, which needs more than is planned."
+                "transformers makes a mask, which grows with the square of the sequence."
+            )
+        itemsize = ITEMSIZE[next(iter(_dtypes(states.planned)))]
+        if keeps_scores(architecture, itemsize, seq=batch.seq, on_gpu=on_gpu):
+            notes.append(
+                "In fp32 a GPU has no fused kernel for heads that share keys: attention keeps all "
+                "scores, which grow with the square of the sequence."
             )
         if architecture.experts:
             notes.append("Experts are computed by grouped matrix products.")

@@ -5,7 +5,7 @@ the reverse of the module's order, unit by unit.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -302,7 +302,11 @@ def _shard_nbytes(layout: Layout, arena: int) -> int:
 
 
 def walk(
-    layout: Layout, options: Options, wire: Wire, units: Sequence[str]
+    layout: Layout,
+    options: Options,
+    wire: Wire,
+    units: Sequence[str],
+    lookups: Collection[str] = (),
 ) -> tuple[list[Group], Held, Held]:
     """A backward of the second step or a later one, unit by unit.
 
@@ -311,6 +315,7 @@ def walk(
         options: the user's choices.
         wire: how gradients travel.
         units: [slots] the unit in whose backward a slot's gradient is made.
+        lookups: units that backward comes to unnoticed, since nothing is gathered for them.
 
     Returns:
         The groups, the most at the end of backward, and what is left behind it.
@@ -330,7 +335,8 @@ def walk(
     before: set[str] = set()
     for unit, members in groupby(order, key=lambda entry: entry[1]):
         remaining.pop(0)
-        reductions.leave(before.difference(remaining, {unit}, LAST))
+        if unit not in lookups and not (unit == ROOT and ROOT in before):
+            reductions.leave(before.difference(remaining, {unit}, LAST))
         before.add(unit)
         entered, settled = reductions.take_most(), reductions.now()
         first = None

@@ -31,12 +31,12 @@ class Profiled:
 
     Attributes:
         reports: of those that made a step, in the order in which they were made.
-        ignored: how many were made before the one that was followed had made a step.
+        remarks: on those that were not followed, and why.
     """
 
     def __init__(self, steps: int, snapshot: str | None = None) -> None:
         self.reports: list[Report] = []
-        self.ignored = 0
+        self.remarks: list[str] = []
         self._steps, self._snapshot = steps, snapshot
         self._current: MemoryProfiler | None = None
 
@@ -44,17 +44,23 @@ class Profiled:
         """The script made an optimizer: follow it, unless it shares the training of another."""
         current = self._current
         if current is not None and not current.summaries:
-            self.ignored += 1
+            self.remarks.append(
+                "One more optimizer was made before the one that is followed had made a step; it "
+                "was not followed."
+            )
             return
         self.finish()
-        model = model_of(optimizer)
-        self._current = MemoryProfiler(
-            model,
-            optimizer,
-            steps=self._steps,
-            snapshot=None if self.reports else self._snapshot,
-        )
-        self._current.__enter__()
+        try:
+            profiler = MemoryProfiler(
+                model_of(optimizer),
+                optimizer,
+                steps=self._steps,
+                snapshot=None if self.reports else self._snapshot,
+            )
+        except ConfigError as error:  # the script would not meet it without us
+            self.remarks.append(f"An optimizer was not followed: {error}.")
+            return
+        self._current = profiler.__enter__()
 
     def finish(self) -> None:
         """Nothing more is to come from the one that is followed."""

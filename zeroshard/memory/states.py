@@ -183,7 +183,7 @@ class States:
         plain = replace(
             planned.options, precision=Precision(reduce=planned.options.precision.reduce)
         )
-        return _walk(self.layout, plain, wire, self.structure)
+        return _walk(self.layout, plain, wire, self.structure, planned.shape.lookups)
 
     # --- the wire
 
@@ -236,20 +236,25 @@ def _layout(specs: tuple[ParamSpec, ...], world_size: int, bucket_nbytes: int) -
 
 
 _walks: dict[
-    tuple[int, Options, Wire, tuple[str, ...]], tuple[Layout, tuple[list[Group], Held, Held]]
+    tuple[int, Options, Wire, tuple[str, ...], frozenset[str]],
+    tuple[Layout, tuple[list[Group], Held, Held]],
 ]
 _walks = {}
 
 
 def _walk(
-    layout: Layout, options: Options, wire: Wire, units: tuple[str, ...]
+    layout: Layout,
+    options: Options,
+    wire: Wire,
+    units: tuple[str, ...],
+    lookups: frozenset[str],
 ) -> tuple[list[Group], Held, Held]:
     """`walk`, kept: a table asks the same for many precisions."""
-    key = (id(layout), options, wire, units)
+    key = (id(layout), options, wire, units, lookups)
     if key not in _walks:
         if len(_walks) > 16:
             _walks.clear()
-        _walks[key] = (layout, walk(layout, options, wire, units))  # keeps the id taken
+        _walks[key] = (layout, walk(layout, options, wire, units, lookups))  # keeps the id taken
     return _walks[key][1]
 
 
