@@ -1,5 +1,6 @@
 """Presets against what was published, and against the modules that transformers builds."""
 
+import json
 import math
 
 import pytest
@@ -86,3 +87,28 @@ def test_names_are_found_in_either_case_and_near_matches_are_listed():
         preset("mixtral-7b")
     with pytest.raises(ConfigError, match=r"did you mean .*qwen3-8b"):
         preset("qwen3-9b")
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral"])
+def test_what_a_config_leaves_out_is_what_transformers_takes(family, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = {"model_type": family, "hidden_size": 256, "num_hidden_layers": 2, "vocab_size": 97}
+    config |= {"num_attention_heads": 32, "intermediate_size": 128, "pad_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(str(tmp_path))
+        )
+    assert shape_of(tmp_path).architecture == shape_of(module).architecture
+    assert shape_of(tmp_path).numel == shape_of(module).numel
+
+
+def test_attention_without_a_kernel_is_not_planned_as_if_it_had_one():
+    transformers = pytest.importorskip("transformers")
+    config = config_of(PRESETS["qwen3-0.6b"].architecture)
+    for implementation, is_known in (("sdpa", True), ("eager", False)):
+        with torch.device("meta"):
+            module = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=implementation
+            )
+        assert (shape_of(module).architecture is not None) is is_known

@@ -17,6 +17,17 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe
 """Values of `model_type` whose activations are known."""
 
 
+DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "mistral": {"num_key_value_heads": 8},
+    "mixtral": {"num_key_value_heads": 8, "num_experts_per_tok": 2, "num_local_experts": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {"num_key_value_heads": 4, "num_experts_per_tok": 8, "num_experts": 128},
+    "gemma": {"num_key_value_heads": 16, "head_dim": 256},
+}
+"""Numbers that transformers takes where a `config.json` does not name them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """A causal language model of one of FAMILIES.
@@ -196,6 +207,7 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
     family = str(config.get("model_type"))
     if family == "gpt2":
         return _from_gpt2(config)
+    config = {**DEFAULTS.get(family, {}), **config}
     hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
     head_dim = config.get("head_dim")
     if head_dim is None:

@@ -55,7 +55,7 @@ def _rms_norm(
     if weight is not None and weight.dtype != input.dtype:
         # The fused kernel wants one dtype. On a CPU this is no kernel, but what both do without.
         return aten._fused_rms_norm.default(input, normalized_shape, weight, eps)[0]
-    return _RmsNorm.apply(input, weight, len(normalized_shape))
+    return _RmsNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -250,6 +250,8 @@ def _known(
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "to_dict") or not is_whole:
         return None, unknown
+    if getattr(config, "_attn_implementation", None) == "eager":
+        return None, unknown  # keeps all scores
     try:
         architecture = architectures.from_config(config.to_dict())
     except ConfigError:
