@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from .errors import ConfigError
-from .memory.models import DTYPES, shape_of
+from .memory.models import DTYPES, ModelShape, shape_of
 from .memory.moments import CHECKPOINTING
 from .memory.plan import Batch
 from .memory.planning_table import (
@@ -141,18 +141,21 @@ def _plan(chosen: argparse.Namespace) -> None:
     if chosen.json:
         print(json.dumps(to_json(shown), indent=1))
     else:
-        print(_text(shape.name, shape.numel, chosen, shown, len(rows)), end="")
+        print(_text(shape, chosen, shown, len(rows)), end="")
     short = shortage(rows)
     if short is not None:
         raise ConfigError(short)
 
 
-def _text(name: str, numel: int, chosen: argparse.Namespace, rows: list[Row], how_many: int) -> str:
+def _text(shape: ModelShape, chosen: argparse.Namespace, rows: list[Row], how_many: int) -> str:
     batch = f"{chosen.micro_batch} x {chosen.seq} tokens" if chosen.seq else "states only"
     if chosen.solve:
         batch = f"the largest {chosen.solve}"
+    elif shape.architecture is None:
+        batch = "states and gradients only, since the activations of this model are not known"
     limit = f" of {gib(chosen.gpu_memory)}" if chosen.gpu_memory else ""
-    lines = [f"{name}: {numel / 1e9:.2f} billion parameters, {chosen.gpus} GPUs{limit}, {batch}"]
+    billions = f"{shape.numel / 1e9:.2f} billion parameters"
+    lines = [f"{shape.name}: {billions}, {chosen.gpus} GPUs{limit}, {batch}"]
     lines += ["What one rank holds at the peak of a step, in GiB, best first", ""]
     lines += [markdown(rows) if chosen.markdown else table(rows)]
     if how_many > len(rows):

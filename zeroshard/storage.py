@@ -12,7 +12,7 @@ from .formats import Field
 from .layout import ArenaPlan, Run
 from .ownership import resize, tell
 
-__all__ = ["Arena", "BufferPool", "apart", "on_device", "slot_view", "storage_nbytes"]
+__all__ = ["Arena", "BufferPool", "apart", "on_device", "size_class", "slot_view", "storage_nbytes"]
 
 
 # NaNs whose quiet bit is not set, which every operation but a copy sets: the first one's bits, and
@@ -58,9 +58,7 @@ class Arena:
         )
         self.storage = self.parameters.untyped_storage()
         self.nbytes = self.storage.nbytes()
-        self.shard = (
-            self.allocate(self.shard_numel, plan.dtype, "parameters") if sharded else None
-        )
+        self.shard = self.allocate(self.shard_numel, plan.dtype, "parameters") if sharded else None
         # One NaN for each slot, which its parameter shows while there is no memory.
         self.placeholders = self.allocate(
             len(plan.slots) if sharded else 0, plan.dtype, "bookkeeping"
@@ -229,7 +227,7 @@ class BufferPool:
 
     def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer of `numel` elements with undefined content."""
-        key = (_size_class(numel), dtype, device)
+        key = (size_class(numel), dtype, device)
         free = self._free.get(key)
         if free:
             whole = free.pop()
@@ -260,7 +258,7 @@ class BufferPool:
         return self._lent_nbytes + sum(b.nbytes for free in self._free.values() for b in free)
 
 
-def _size_class(numel: int) -> int:
+def size_class(numel: int) -> int:
     """`numel` rounded up to a multiple of an eighth of the power of two below it."""
     step = max(1 << max(numel.bit_length() - 4, 0), 64)
     return -(-numel // step) * step

@@ -18,8 +18,8 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe
 
 
 DEFAULTS: Mapping[str, Mapping[str, int]] = {
-    "mistral": {"num_key_value_heads": 8},
-    "mixtral": {"num_key_value_heads": 8, "num_experts_per_tok": 2, "num_local_experts": 8},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8, "num_experts_per_tok": 2, "num_experts": 8},
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
     "qwen3_moe": {"num_key_value_heads": 4, "num_experts_per_tok": 8, "num_experts": 128},

@@ -15,7 +15,7 @@ from ..config import Options
 from ..construction import wires_of
 from ..layout import ITEMSIZE, KEPT_WHOLE, ArenaPlan, Bucket, Layout, Slot
 from ..schedule import Action, Event, Schedule, compile_schedule
-from ..storage import _size_class
+from ..storage import size_class
 from ..transport.gloo import Gloo
 from ..units import ROOT
 
@@ -100,7 +100,7 @@ class Pool:
 
     def borrow(self, numel: int, dtype: torch.dtype) -> "Size":
         """What is lent, to be given back."""
-        size = (_size_class(numel), dtype)
+        size = (size_class(numel), dtype)
         if self._free[size]:
             self._free[size] -= 1
         else:
