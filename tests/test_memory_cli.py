@@ -63,6 +63,19 @@ def alone():
     return Net()
 
 
+class Undecided(Net):
+    def __init__(self):
+        super().__init__()
+        self.large = nn.Linear(1024, 1024)
+
+    def forward(self, ids):
+        return super().forward(ids) * (2 if self.large.weight.sum() > 0 else 1)
+
+
+def undecided():
+    return Undecided(), batch
+
+
 def nothing():
     return "a model"
 """
@@ -252,6 +265,16 @@ def test_what_cannot_be_simulated_is_said(toy, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert simulated("--seq", 8, model="llama-3-8b") == 1
     assert "pip install transformers" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_simulated_is_planned(toy, capsys):
+    arguments = ["simulate", "--model", "toy:undecided", "--gpus", "2", "--stage", "3", "--json"]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr()
+    report = Report.from_json(json.loads(printed.out))
+    assert report.source == "plan"
+    assert any("Planned, not simulated" in note for note in report.notes)
+    assert "aten._local_scalar_dense" in printed.err
 
 
 def test_plan_takes_the_same_function_as_simulate(toy):

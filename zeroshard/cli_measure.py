@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from .errors import CommunicationError, ConfigError
 from .memory.building import workload_of
 from .memory.expected import load_reports, matching, unmet
 from .memory.launched import is_launched, of_all_launched
-from .memory.plan import Batch
+from .memory.plan import Batch, plan
 from .memory.report import markdown, table, write_html
 from .memory.schema import Report
 from .memory.scripts import Profiled, run_script
-from .memory.simulate import simulate
+from .memory.simulate import NotSimulatedError, simulate
 from .memory.words import in_full
 
 __all__ = ["add_profile", "add_simulate"]
@@ -111,23 +112,39 @@ def _simulated(
         checkpointing=checkpointing,
     )
     batch = {} if chosen.seq is None else {"seq": chosen.seq, "micro_batch": chosen.micro_batch}
-    return simulate(
-        workload.model,
-        workload.batch,
-        world_size=chosen.gpus,
-        stage=stage,
-        device=chosen.device,
-        micro_batches=chosen.micro_batches,
-        bucket_mb=chosen.bucket_mb,
-        precision=Precision(master=master, moments=moments, reduce=chosen.reduce),
-        configuration={
-            "model": workload.name,
-            "master": master,
-            "moments": moments,
+    precision = Precision(master=master, moments=moments, reduce=chosen.reduce)
+    try:
+        return simulate(
+            workload.model,
+            workload.batch,
+            world_size=chosen.gpus,
+            stage=stage,
+            device=chosen.device,
+            micro_batches=chosen.micro_batches,
+            bucket_mb=chosen.bucket_mb,
+            precision=precision,
+            configuration={
+                "model": workload.name,
+                "master": master,
+                "moments": moments,
+                **batch,
+                "checkpointing": checkpointing,
+            },
+        )
+    except NotSimulatedError as error:
+        planned = plan(
+            chosen.model,
+            world_size=chosen.gpus,
+            stage=stage,
+            precision=precision,
+            checkpointing=checkpointing,
+            dtype=chosen.dtype,
+            bucket_mb=chosen.bucket_mb,
+            transport="nccl" if chosen.device == "cuda" else "gloo",
             **batch,
-            "checkpointing": checkpointing,
-        },
-    )
+        )
+        print(f"zeroshard simulate: {error}. This is the plan.", file=sys.stderr)
+        return replace(planned, notes=(*planned.notes, f"Planned, not simulated: {error}"))
 
 
 def add_profile(commands: Any) -> None:

@@ -21,7 +21,11 @@ from .schema import Report
 from .tracker import Tracker
 from .watching import watching
 
-__all__ = ["loss_of", "simulate"]
+__all__ = ["NotSimulatedError", "loss_of", "simulate"]
+
+
+class NotSimulatedError(ConfigError):
+    """A model that cannot run without values."""
 
 
 def simulate(
@@ -60,9 +64,10 @@ def simulate(
         options: further arguments of `zeroshard.AdamW`.
 
     Raises:
-        ConfigError: this process has a process group, or runs a simulation already; the loss was
-            not found; or the model decides by values, which are not there: it names the operation
-            and the module.
+        NotSimulatedError: the model decides by values, which are not there; it names the
+            operation and the module.
+        ConfigError: this process has a process group, or runs a simulation already, or the loss
+            was not found.
     """
     if device not in ("cuda", "cpu"):
         raise ConfigError(f"device must be 'cuda' or 'cpu', got {device!r}")
@@ -97,7 +102,7 @@ def simulate(
                 optimizer.step()
                 optimizer.zero_grad()
         except GhostError as error:
-            raise ConfigError(
+            raise NotSimulatedError(
                 f"this model cannot be simulated: {error}. Compute what the model decides by "
                 "outside of it, give such tensors in the batch (small ones have values), or use "
                 "zeroshard.plan, which needs the model's shape only"

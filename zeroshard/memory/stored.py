@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 __all__ = ["PLAIN", "Moment", "Step", "Stored", "parts_of", "tensors_in"]
@@ -77,10 +78,23 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def parts_of(tensor: Tensor) -> Sequence[Tensor]:
-    """The plain tensors that a subclass is made of."""
+    """The plain and dense tensors that a subclass, or a sparse tensor, is made of."""
+    if tensor.layout not in (torch.strided, torch.jagged):
+        return _parts_of_sparse(tensor.detach())
     if type(tensor) in PLAIN:
         return [tensor]
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in parts_of(getattr(tensor, name))]
+    return []
+
+
+def _parts_of_sparse(tensor: Tensor) -> Sequence[Tensor]:
+    """Indices and values; nothing of a layout that shows none."""
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return []

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ConfigError
+from ..modules import OwnHook
 from ..ownership import observed_by
 from ..tracing import followed_by
 from .stored import PLAIN, Moment, Step, Stored, parts_of, tensors_in
@@ -33,6 +34,18 @@ class _Forward:
     def __init__(self) -> None:
         self.made: list[Stored] = []
         self.last_block = 0  # how many of `made` there were when the last block ended
+        self.is_aside = False  # while an evaluation runs before its backward
+
+
+class _Hook(OwnHook):
+    """A hook on a module, whatever the present state of its parameters."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        super().__init__(lambda _: True, 0)
+        self.call = call
+
+    def __call__(self, *args: Any) -> None:
+        self.call(*args)
 
 
 class Tracker(TorchDispatchMode):
@@ -76,11 +89,14 @@ class Tracker(TorchDispatchMode):
             if self._phase in ("forward", "data"):
                 self._begin_backward()
         elif self._phase == "backward" and not self._is_recomputing and not self._ranges:
-            self._set_phase("data")
+            self._set_phase("data" if self._forward is None else "forward")
         self._see_given(args)
+        if kwargs:
+            self._see_given(kwargs.values())
         if func.namespace == "c10d":
             for tensor in tensors_in(args):
-                self._look_at(tensor, "").was_sent = True
+                for part in parts_of(tensor):
+                    self._look_at(part, "").was_sent = True
         out = func(*args, **(kwargs or {}))
         if not func.is_view:
             self._see(out, func)
@@ -90,15 +106,21 @@ class Tracker(TorchDispatchMode):
         """Notice what came from where nobody looked, such as a batch of another thread."""
         for value in given:
             if isinstance(value, Tensor):
+                if value.layout is not torch.strided:
+                    self._see_given(parts_of(value))
+                    continue
                 storage = value.untyped_storage()
-                if storage._cdata not in self._stored and storage.nbytes():
+                known = self._stored.get(storage._cdata)
+                if known is not None:
+                    self._measure(known[0], storage)
+                elif storage.nbytes():
                     self._adopt(value, storage)
             elif isinstance(value, (tuple, list)):
                 self._see_given(value)
 
     def _adopt(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         address = storage.data_ptr()
-        for known, reference in self._stored.values():
+        for known, reference in list(self._stored.values()):
             other = reference()
             if other is not None and 0 <= address - other.data_ptr() < max(known.nbytes, 1):
                 return  # the same memory behind a second storage
@@ -108,7 +130,10 @@ class Tracker(TorchDispatchMode):
 
     def _see(self, out: Any, func: Any) -> None:
         if isinstance(out, Tensor):
-            self._look_at(out, str(func))
+            if out.layout is torch.strided:
+                self._look_at(out, str(func))
+            else:
+                self._see(parts_of(out), func)
         elif isinstance(out, (tuple, list)):
             for value in out:
                 self._see(value, func)
@@ -117,12 +142,12 @@ class Tracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         known = self._stored.get(storage._cdata)
         if known is not None:
+            self._measure(known[0], storage)
             return known[0]
         stored = Stored(operation=operation)
         key = storage._cdata
         self._stored[key] = (stored, weakref.ref(storage, lambda _: self._died(key)))
-        if tensor.device.type == self.device_type:
-            self._resize(stored, storage.nbytes())
+        self._measure(stored, storage)
         if self._forward is not None:
             self._forward.made.append(stored)
         elif self._phase == "data" and operation and not self._is_between:
@@ -133,6 +158,11 @@ class Tracker(TorchDispatchMode):
     def _died(self, key: int) -> None:
         stored, _ = self._stored.pop(key)
         self._resize(stored, 0)
+
+    def _measure(self, stored: Stored, storage: torch.UntypedStorage) -> None:
+        """An operation, or whoever owns it, may have given it another size."""
+        if storage.nbytes() != stored.nbytes and storage.device.type == self.device_type:
+            self._resize(stored, storage.nbytes())
 
     def _resize(self, stored: Stored, nbytes: int) -> None:
         if nbytes != stored.nbytes:
@@ -148,12 +178,14 @@ class Tracker(TorchDispatchMode):
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage has another size."""
         known = self._stored.get(storage._cdata)
-        if known is not None and storage.device.type == self.device_type:
-            self._resize(known[0], storage.nbytes())
+        if known is not None:
+            self._measure(known[0], storage)
 
     def live(self) -> list[tuple[Stored, int]]:
         """All storages that have bytes, with these."""
-        return [(stored, stored.nbytes) for stored, _ in self._stored.values() if stored.nbytes]
+        # Of a copy: a collection of garbage in between lets some of them die.
+        known = list(self._stored.values())
+        return [(stored, stored.nbytes) for stored, _ in known if stored.nbytes]
 
     # --- phases
 
@@ -223,17 +255,20 @@ class Tracker(TorchDispatchMode):
         self._in_backward_of = ""
 
     def _end_forward(self) -> None:
-        forward, self._forward = self._forward, None
+        forward = self._forward
+        if self._depth == 0:  # else the model takes gradients itself, and goes on
+            self._forward = None
         if forward is None:
             return
         for stored in forward.made:
-            stored.outlived_forward = stored.nbytes > 0
+            stored.outlived_forward |= stored.nbytes > 0
         if self.has_blocks and not self._is_recomputing:
             for stored in forward.made[forward.last_block :]:
                 stored.is_behind_blocks = True
 
     def begin_step(self) -> None:
         """The optimizer's step begins."""
+        self._depth = 0  # also where a forward was broken off
         self._end_forward()
         self._behind_blocks = False
         self.mark("after_backward")
@@ -242,7 +277,7 @@ class Tracker(TorchDispatchMode):
     def end_step(self) -> None:
         """The optimizer's step is over."""
         self.mark("after_step")
-        for stored, _ in self._stored.values():
+        for stored, _ in list(self._stored.values()):
             stored.outlived_step = True
         self._set_phase("data")
         self._is_between = False
@@ -274,20 +309,24 @@ class Tracker(TorchDispatchMode):
                 for hook in (
                     # Before those that gather what it needs: these gathers are in it.
                     module.register_forward_pre_hook(
-                        self._entered(name), with_kwargs=True, prepend=True
+                        _Hook(self._entered(name, module in blocks)),
+                        with_kwargs=True,
+                        prepend=True,
                     ),
                     module.register_forward_hook(
-                        self._left(name, module in blocks), always_call=True
+                        _Hook(self._left(name, module in blocks)), always_call=True
                     ),
                 ):
                     stack.callback(hook.remove)
             yield
 
-    def _entered(self, name: str) -> Callable[..., None]:
+    def _entered(self, name: str, is_block: bool) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch._C._current_graph_task_id() != -1:
                 if self._phase == "forward":
                     self._begin_backward()
+                if is_block:
+                    self._behind_blocks = False
                 if self._depth == 0:
                     self._is_recomputing = True
                     self._forward = _Forward()
@@ -298,9 +337,11 @@ class Tracker(TorchDispatchMode):
                         stored.identity = stored.identity or "inputs"
                 self._begin_forward()
             elif self._depth == 0:  # once more before a backward
+                if self._forward is not None:
+                    self._forward.is_aside = not torch.is_grad_enabled()
                 for tensor in tensors_in((args, kwargs)):
-                    if not tensor.requires_grad and type(tensor) in PLAIN:
-                        stored = self._look_at(tensor, "")
+                    for part in () if tensor.requires_grad else parts_of(tensor):
+                        stored = self._look_at(part, "")
                         stored.identity = stored.identity or "inputs"
             self._depth += 1
             if name:
@@ -314,6 +355,9 @@ class Tracker(TorchDispatchMode):
             if name and self._modules:
                 self._modules.pop()
             if self._depth == 0 and not self._is_recomputing and not torch.is_grad_enabled():
+                if self._forward is not None and self._forward.is_aside:
+                    self._forward.is_aside = False  # the one before it has its backward to come
+                    return
                 self._forward = None  # an evaluation: nothing is left for a backward
                 self._set_phase("data")
                 return
@@ -322,7 +366,7 @@ class Tracker(TorchDispatchMode):
                     self._end_forward()
                     self._is_recomputing = False
                 return
-            if is_block and self._forward is not None:
+            if is_block and self._forward is not None and not self._forward.is_aside:
                 self._forward.last_block = len(self._forward.made)
             if name:
                 for tensor in tensors_in(output):

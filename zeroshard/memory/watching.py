@@ -130,6 +130,7 @@ class _Steps:
         self.model = weakref.ref(model)
         self.trained = _parameters_of(optimizer)
         self.known = [weakref.ref(optimizer)]
+        self.stepping: weakref.ref[torch.optim.Optimizer] | None = None
 
     def _is_followed(self, optimizer: torch.optim.Optimizer) -> bool:
         if self.known[0]() is optimizer:
@@ -147,8 +148,12 @@ class _Steps:
 
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """A step begins; with a closure, only when that has returned."""
+        outer = None if self.stepping is None else self.stepping()
+        if outer not in (None, optimizer) and self.tracker.phase == "step":
+            return None  # of what another one is made of
         if not self._is_followed(optimizer) or not self.tracker.is_running:
             return None
+        self.stepping = weakref.ref(optimizer)
         kwargs = dict(kwargs)
         closure = kwargs.pop("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -166,7 +171,10 @@ class _Steps:
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """It is over."""
-        if self._is_followed(optimizer):
+        outer, self.stepping = self.stepping, None
+        if outer is not None and outer() not in (None, optimizer):
+            self.stepping = outer
+        elif self._is_followed(optimizer):
             if self.tracker.is_running:
                 self.tracker.end_step()
             self.then()
