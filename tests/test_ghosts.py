@@ -30,6 +30,16 @@ def test_a_ghost_takes_no_memory():
         assert (huge * 2 + 1).nbytes == 4 * 2**40
 
 
+def test_what_shares_memory_with_an_argument_goes_on_sharing_it():
+    unsafe_view = torch.ops.aten._unsafe_view.default  # which torch does not call a view
+    x = torch.randn(6, 8)[2:]
+    real = unsafe_view(x, [8, 4])
+    with Ghosts() as world:
+        made = unsafe_view(world.haunt(x), [8, 4])
+    assert describe(made) == describe(real)
+    assert made.data_ptr() == real.data_ptr() == x.data_ptr()
+
+
 def test_writing_to_a_ghost_does_nothing_and_returns_it():
     with Ghosts():
         ghost = torch.ones(MIB)

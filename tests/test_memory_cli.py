@@ -92,7 +92,7 @@ for _ in range(steps):
     net(*batch()).backward()
     optimizer.step()
     optimizer.zero_grad()
-print("trained as", __name__, sys.argv[1:])
+print(f"trained as {{__name__}} {{sys.argv[1:]}}")  # in one piece, also of several ranks
 {end}
 """
 
@@ -544,7 +544,22 @@ def test_a_rank_that_does_not_report_is_named():
         return of_all_launched([launched_report(rank, 10)], 0.5)[0].notes
 
     notes, _ = launch(report, 2)
-    assert notes == ["Of ranks 1 nothing is known."]
+    assert notes == ["Of rank 1 nothing is known."]
+
+
+def test_ranks_are_named_by_their_own_numbers_where_some_are_missing():
+    def report(rank, world_size):
+        if rank == 1:
+            return None
+        own = [] if rank == 0 else [launched_report(rank, 10 * rank)]
+        found = of_all_launched(own, 1.0)
+        return None if found is None else [report.to_json() for report in found]
+
+    first, *_ = launch(report, 4)
+    (found,) = map(Report.from_json, first)
+    assert found.notes[0] == "Of ranks 0, 1 nothing is known."
+    assert found.notes[1].startswith("Rank 3 holds most, 60 B, and rank 2 least, 50 B")
+    assert [sample.at for sample in found.timeline] == [3]
 
 
 def test_profile_works_under_torchrun(toy):

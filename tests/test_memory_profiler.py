@@ -1,6 +1,8 @@
 """What a profiler measures in real loops, what it leaves behind, and whom it agrees with."""
 
+import copy
 import gc
+import io
 import json
 import os
 import types
@@ -10,6 +12,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from ranks import run
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -336,6 +339,158 @@ def test_what_one_backward_needs_twice_is_an_activation_once():
     )
 
 
+def held_after_forward(model, loss, optimizer=None):
+    """Points after the forward of the second step, and what the optimizer's parameters are."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters())
+    with MemoryProfiler(model, optimizer) as profiler:
+        for _ in range(2):
+            loss().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return profiler.report()
+
+
+def test_an_evaluation_between_a_forward_and_its_backward_takes_nothing_from_it():
+    model, _ = setting()
+
+    def loss():
+        found = loss_of(model, batch())
+        with torch.no_grad():
+            model(batch(8))
+        return found
+
+    found = held_after_forward(model, loss).points["after_forward"]
+    assert (
+        found == held_after_forward(model, lambda: loss_of(model, batch())).points["after_forward"]
+    )
+
+
+class Aggregate(nn.Module):
+    """A layer of a graph network."""
+
+    def __init__(self, neighbours):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("neighbours", neighbours)
+
+    def forward(self, given, x):
+        return torch.sparse.mm(given, torch.sparse.mm(self.neighbours, self.linear(x))).sum()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("convert", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_a_sparse_tensor_is_its_indices_and_values(convert):
+    model, given = Aggregate(convert(torch.eye(6))), convert(torch.eye(6))
+    held = held_after_forward(model, lambda: model(given, torch.ones(6, 4)))
+    found = held.points["after_forward"]
+    if given.layout is torch.sparse_coo:
+        parts = [given._indices(), given._values()]
+    else:
+        parts = [given.crow_indices(), given.col_indices(), given.values()]
+    assert found["buffers"] == nbytes_of(parts)
+    assert found["inputs"] == nbytes_of(parts) + 6 * 4 * 4
+
+
+def test_a_sparse_gradient_is_a_gradient():
+    model = nn.Embedding(50, 8, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    report = held_after_forward(model, lambda: model(torch.arange(5)).sum(), optimizer)
+    assert report.points["after_backward"]["gradients"] >= 5 * 8 * 4
+    assert report.points["after_step"]["moments"] == 2 * 50 * 8 * 4
+
+
+def test_a_tensor_that_an_operation_makes_larger_is_measured_again():
+    model = nn.Linear(4, 4)
+    kept = []
+
+    def loss():
+        larger = torch.empty(0).resize_(1000, 4).fill_(1.0)
+        result = torch.empty(0)
+        torch.mul(larger, 2.0, out=result)
+        kept[:] = [larger, result]
+        return model(result).sum()
+
+    found = held_after_forward(model, loss).points["after_forward"]
+    assert found["inputs"] == 2 * 1000 * 4 * 4
+
+
+def test_a_gradient_inside_of_a_forward_is_a_part_of_that_forward():
+    class Force(Decoder):
+        def forward(self, letters):
+            x = self.embed(letters)
+            (slope,) = torch.autograd.grad(x.square().sum(), x, create_graph=True)
+            for block in self.blocks:
+                slope = block(slope)
+            return self.head(slope)
+
+    torch.manual_seed(0)
+    model = Force()
+    found = held_after_forward(model, lambda: loss_of(model, batch())).points["after_forward"]
+    plain = measured(*setting()).report().points["after_forward"]
+    assert found["logits_and_loss"] == plain["logits_and_loss"]
+    assert found["activations"] > plain["activations"]
+    assert found.get("temporary", 0) == 0
+
+
+def test_reentrant_checkpointing_does_not_make_logits_of_a_backward():
+    class Checkpointed(Decoder):
+        def forward(self, letters):
+            x = self.embed(letters)
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
+            return self.head(x)
+
+    found = []
+    for reentrant in (True, False):
+        torch.manual_seed(0)
+        model = Checkpointed()
+        model.reentrant = reentrant
+        found.append(held_after_forward(model, lambda: loss_of(model, batch(64))).maxima)  # noqa: B023
+    assert found[0]["logits_and_loss"] == found[1]["logits_and_loss"]
+    assert found[0]["activations"] > 3 * 64 * 16 * WIDTH * 4
+
+
+def test_an_optimizer_that_is_made_of_another_one_makes_one_step():
+    class Outer(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+            self.inner = torch.optim.AdamW(self.param_groups)
+
+        def step(self):
+            self.inner.step()
+
+    model, _ = setting()
+    profiler = measured(model, Outer(model.parameters()))
+    assert len(profiler.summaries) == 3
+    assert profiler.report().points["after_step"]["moments"] == 2 * nbytes_of(model.parameters())
+
+
+def test_garbage_that_is_collected_while_tensors_are_listed_does_not_disturb():
+    class Cycle:
+        pass
+
+    model, optimizer = setting()
+    thresholds = gc.get_threshold()
+    with MemoryProfiler(model, optimizer) as profiler:
+        train(model, optimizer, 1)
+        kept = [torch.ones(1) for _ in range(400)]
+        try:
+            for after in range(5, 400, 15):
+                gc.disable()
+                gc.collect()
+                for _ in range(20):
+                    cycle = Cycle()
+                    cycle.tensor, cycle.itself = torch.ones(3), cycle
+                del cycle
+                gc.set_threshold(60 + after)
+                gc.enable()
+                profiler._tracker.live()
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.enable()
+    assert len(kept) == 400
+
+
 # --- its life ---------------------------------------------------------------------------------
 
 
@@ -367,6 +522,21 @@ def test_an_exception_inside_leaves_nothing_behind():
     assert_nothing_is_left(model)
     assert profiler.report().peak.step == 2
     train(model, optimizer)
+
+
+def test_copies_and_pickles_that_are_made_inside_take_no_hook_along():
+    model, optimizer = setting()
+    with MemoryProfiler(model, optimizer) as profiler:
+        train(model, optimizer, 1)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copies = [copy.deepcopy(model), torch.load(file, weights_only=False)]
+        seen = len(profiler._tracker.step.points)
+        for other in copies:
+            other(batch())
+        assert len(profiler._tracker.step.points) == seen
+    assert_nothing_is_left(model)
 
 
 def test_an_exception_on_entering_leaves_nothing_behind(monkeypatch):

@@ -7,6 +7,7 @@ from .ema import EMA
 from .export import export_weights
 from .gather import full_parameters, gather
 from .initialise import init_weights
+from .memory.plan import plan
 from .memory.profile import MemoryProfiler
 from .memory.simulate import simulate
 from .optimizer import AdamW
@@ -20,13 +21,17 @@ __all__ = [
     "Precision",
     "ShardTensor",
     "errors",
+    "estimate",
     "export_weights",
     "full_parameters",
     "gather",
     "init_weights",
     "load_checkpoint",
     "load_weights",
+    "plan",
     "save_checkpoint",
     "simulate",
 ]
+estimate = plan
+
 __version__ = "0.1.0.dev0"

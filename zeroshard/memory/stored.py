@@ -79,13 +79,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def parts_of(tensor: Tensor) -> Sequence[Tensor]:
     """The plain and dense tensors that a subclass, or a sparse tensor, is made of."""
-    if tensor.layout not in (torch.strided, torch.jagged):
-        return _parts_of_sparse(tensor.detach())
     if type(tensor) in PLAIN:
-        return [tensor]
+        return [tensor] if tensor.layout is torch.strided else _parts_of_sparse(tensor.detach())
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in parts_of(getattr(tensor, name))]
+        inner = [getattr(tensor, name) for name in names]  # a DTensor names its mesh, too
+        return [part for value in inner if isinstance(value, Tensor) for part in parts_of(value)]
     return []
 
 

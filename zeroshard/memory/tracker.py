@@ -251,17 +251,18 @@ class Tracker(TorchDispatchMode):
         self._end_forward()
         self._set_phase("backward")
         self._is_between = True
-        self._behind_blocks = self.has_blocks
+        self._behind_blocks = self.has_blocks and self._depth == 0
         self._in_backward_of = ""
 
     def _end_forward(self) -> None:
-        forward = self._forward
-        if self._depth == 0:  # else the model takes gradients itself, and goes on
-            self._forward = None
+        forward, goes_on = self._forward, self._depth > 0  # the model takes gradients itself
         if forward is None:
             return
         for stored in forward.made:
             stored.outlived_forward |= stored.nbytes > 0
+        if goes_on:
+            return
+        self._forward = None
         if self.has_blocks and not self._is_recomputing:
             for stored in forward.made[forward.last_block :]:
                 stored.is_behind_blocks = True

@@ -140,17 +140,23 @@ class _Steps:
             self.known[0] = weakref.ref(optimizer)
             self.trained = held
             return True
-        model = self.model()
-        is_new = all(other() is not optimizer for other in self.known)
-        if is_new and model is not None and held & set(map(id, model.parameters())):
-            self.known.append(weakref.ref(optimizer))
+        self._note(optimizer)
         return False
+
+    def _note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at what it holds, too, if it trains a part of the model."""
+        model = self.model()
+        if model is None or any(other() is optimizer for other in self.known):
+            return
+        if _parameters_of(optimizer) & set(map(id, model.parameters())):
+            self.known.append(weakref.ref(optimizer))
 
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """A step begins; with a closure, only when that has returned."""
         outer = None if self.stepping is None else self.stepping()
         if outer not in (None, optimizer) and self.tracker.phase == "step":
-            return None  # of what another one is made of
+            self._note(optimizer)  # of which another one is made
+            return None
         if not self._is_followed(optimizer) or not self.tracker.is_running:
             return None
         self.stepping = weakref.ref(optimizer)
