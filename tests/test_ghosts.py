@@ -40,6 +40,21 @@ def test_what_shares_memory_with_an_argument_goes_on_sharing_it():
     assert made.data_ptr() == real.data_ptr() == x.data_ptr()
 
 
+def test_what_was_asked_before_is_not_taken_for_something_else():
+    with Ghosts() as world:
+        x = world.haunt(torch.zeros(4, 6, dtype=torch.int32))
+        for _ in range(2):
+            assert (x + 1).dtype == torch.int32
+            assert (x + 1.0).dtype == torch.float32
+            assert (x + True).dtype == torch.int32
+            assert (x.t() + 1).stride() == (1, 6)
+            assert x.sum(0).shape == (6,)
+            assert x.sum(1).shape == (4,)
+            assert torch.cat([x, x]).shape == (8, 6)
+            assert torch.cat([x, x], 1).shape == (4, 12)
+            assert x.to(torch.float64).dtype == torch.float64
+
+
 def test_writing_to_a_ghost_does_nothing_and_returns_it():
     with Ghosts():
         ghost = torch.ones(MIB)

@@ -321,6 +321,18 @@ def test_the_report_of_the_same_configuration_is_found():
         matching(reports, {"stage": 2, "master": "none"}, "x")
 
 
+def test_reports_that_may_both_be_meant_are_refused():
+    reports = [
+        report_of(configuration={"stage": 3, "master": master, "checkpointing": kind})
+        for master in ("none", "split")
+        for kind in ("none", "block")
+    ]
+    wanted = {"stage": 3, "master": "auto", "checkpointing": "block"}
+    assert matching(reports, wanted, "x") is reports[3]
+    with pytest.raises(ConfigError, match="x has 2 reports .* which differ in checkpointing: give"):
+        matching(reports, {"stage": 3}, "x")
+
+
 def test_files_without_reports_are_refused(tmp_path):
     for name, text in (("a", "{"), ("b", "[]"), ("c", "[3]"), ("d", '{"format": "x"}')):
         (tmp_path / name).write_text(text)

@@ -280,7 +280,8 @@ def shapes_of(num_blocks):
 def test_a_thousand_ranks_cost_what_eight_do():
     few, seconds, _ = simulated_alone(4, world_size=8)
     many, seconds_of_many, rose = simulated_alone(4, world_size=1024)
-    assert max(seconds_of_many / (3 * seconds), rose / 1024) < 1, (seconds_of_many, seconds, rose)
+    assert seconds_of_many < seconds + 5, "something is done for every rank"
+    assert rose < 1024, rose
     assert many["maxima"]["activations"] == few["maxima"]["activations"]
     moments = [report["points"]["after_step"]["moments"] for report in (few, many)]
     assert moments[1] <= moments[0] / 128 * 1.01

@@ -168,9 +168,11 @@ class Layout:
         for bucket, begin, end in self._parts(self.slots[slot]):
             from_slot = bucket.offset - self.slots[slot].offset
             size = bucket.shard_numel
-            for rank in range(begin // size, (end - 1) // size + 1):
-                start = max(begin, rank * size)
-                by_rank[rank].append((from_slot + start, min(end, (rank + 1) * size) - start))
+            first = begin // size
+            starts = [begin, *range((first + 1) * size, end, size)]
+            stops = [*starts[1:], end]
+            for rank, (start, stop) in enumerate(zip(starts, stops, strict=True), first):
+                by_rank[rank].append((from_slot + start, stop - start))
         return tuple(tuple(ranges) for ranges in by_rank)
 
     @cached_property

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..formats import AUTO_MASTER
 from .schema import Report, differences, gib
 
 __all__ = ["load_reports", "matching", "unmet"]
@@ -41,7 +42,7 @@ def load_reports(path: Path) -> list[Report]:
 
 
 def matching(reports: Sequence[Report], configuration: Mapping[str, Any], where: str) -> Report:
-    """The first report of a configuration.
+    """The report of a configuration.
 
     Args:
         reports: to choose from.
@@ -49,11 +50,24 @@ def matching(reports: Sequence[Report], configuration: Mapping[str, Any], where:
         where: names them, for messages.
 
     Raises:
-        ConfigError: there is none; says what is there.
+        ConfigError: there is none, or more than one; says what is there.
     """
-    for report in reports:
-        if not _conflicts(report.configuration, configuration):
-            return report
+    found = [r for r in reports if not _conflicts(r.configuration, configuration)]
+    if len(found) > 1 and configuration.get("master", "auto") == "auto":
+        found = [r for r in found if _is_automatic(r.configuration)] or found
+    if len(found) > 1:
+        differing = [
+            name
+            for name in COMPARED
+            if len({str(report.configuration.get(name)) for report in found}) > 1
+        ]
+        raise ConfigError(
+            f"{where} has {len(found)} reports that may be of this configuration, which differ in "
+            f"{', '.join(differing).replace('_', ' ') or 'nothing that is compared'}: give a file "
+            "with one of them"
+        )
+    if found:
+        return found[0]
     closest = min(reports, key=lambda r: len(_conflicts(r.configuration, configuration)))
     said = "; ".join(
         f"{name.replace('_', ' ')} {closest.configuration[name]} instead of {configuration[name]}"
@@ -71,6 +85,12 @@ def _conflicts(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]
         for name in COMPARED
         if name in first and name in second and not _is_same(first[name], second[name])
     ]
+
+
+def _is_automatic(configuration: Mapping[str, Any]) -> bool:
+    """Whether the master is what "auto" means for the parameters."""
+    master, dtype = configuration.get("master"), configuration.get("dtype", "bfloat16")
+    return master in ("auto", AUTO_MASTER.get(str(dtype)))
 
 
 def _is_same(first: Any, second: Any) -> bool:

@@ -8,7 +8,8 @@ and so is every decision that is taken from them.
 
 import mmap
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..errors import ConfigError
 
@@ -67,6 +67,7 @@ class Ghosts(TorchDispatchMode):
         self._may_read, self._where = may_read, where
         self._device = torch.device(kernels_of, 0) if kernels_of != "cpu" else _CPU
         self._fakes = FakeTensorMode()
+        self._known: dict[Any, Any] = {}  # operation and arguments -> what it returns
         self._ghosts: dict[int, Any] = {}  # address of the storage's object -> weak reference
 
     def is_ghost(self, tensor: Tensor) -> bool:
@@ -85,16 +86,15 @@ class Ghosts(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        flat, spec = tree_flatten((args, kwargs))
-        tensors = [value for value in flat if isinstance(value, Tensor)]
-        if any(type(t) not in _PLAIN for t in tensors):
+        if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a subclass, which takes itself apart first
         if func.is_view or func in _NEVER_TOUCH:
             return func(*args, **kwargs)
+        tensors = [*_tensors_in(args), *_tensors_in(kwargs.values())]
         has_ghosts = any(self.is_ghost(tensor) for tensor in tensors)
         schema = func._schema
         if func.namespace == "c10d":
-            return _without_data(func, flat, spec) if has_ghosts else func(*args, **kwargs)
+            return _without_data(func, args, kwargs) if has_ghosts else func(*args, **kwargs)
         if schema.is_mutable:
             if not has_ghosts:
                 return func(*args, **kwargs)
@@ -105,7 +105,7 @@ class Ghosts(TorchDispatchMode):
             return self._read(func)
         if not tensors and not _is_on_cpu(kwargs):
             return func(*args, **kwargs)
-        return self._infer(func, flat, spec, tensors, has_ghosts=has_ghosts)
+        return self._infer(func, args, kwargs, tensors, has_ghosts=has_ghosts)
 
     def _read(self, func: Any) -> Any:
         if not self._may_read():
@@ -114,96 +114,173 @@ class Ghosts(TorchDispatchMode):
         return _READS[func]
 
     def _infer(
-        self, func: Any, flat: list[Any], spec: Any, tensors: list[Tensor], *, has_ghosts: bool
+        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], *, has_ghosts: bool
     ) -> Any:
         """What an operation gives: real where that is small and known, else ghosts."""
         has_ghosts = has_ghosts or func in _ON_A_GPU_ONLY
         try:
-            try:
-                out, fake_of = self._ask(func, flat, spec, tensors, self._device)
-            except Exception:  # a build without CUDA knows its kernels in part
-                if self._device == _CPU:
-                    raise
-                out, fake_of = self._ask(func, flat, spec, tensors, _CPU)
+            made = self._shapes_of(func, args, kwargs, tensors)
         except _DEPENDS_ON_VALUES as error:
             if not has_ghosts:
-                arguments, named = tree_unflatten(flat, spec)
-                return func(*arguments, **named)
+                return func(*args, **kwargs)
             why = "gives as many elements as the values ask for, which are not known here"
             raise GhostError(str(func), why, self._where()) from error
         except UnsupportedOperatorException as error:
             why = "does not say what shape its result has"
             raise GhostError(str(func), why, self._where()) from error
-        made = [value for value in tree_flatten(out)[0] if isinstance(value, Tensor)]
-        if not has_ghosts and all(t.untyped_storage().nbytes() <= REAL_NBYTES for t in made):
-            arguments, named = tree_unflatten(flat, spec)
-            out = func(*arguments, **named)
+        if not has_ghosts and all(shape.nbytes <= REAL_NBYTES for shape in _shapes_in(made)):
+            out = func(*args, **kwargs)
             return out.zero_() if func in _UNDEFINED else out
-        known = {
-            fake_of[id(tensor)].untyped_storage()._cdata: tensor
-            for tensor in tensors
-            if id(tensor) in fake_of
-        }
-        return tree_map_only(Tensor, lambda fake: self._ghost(fake, known), out)
+        return _mapped(made, _Shape, lambda shape: self._ghost(shape, tensors))
+
+    def _shapes_of(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """What an operation returns, with a _Shape for each tensor; the like is asked once."""
+        place_of = {id(tensor): place for place, tensor in enumerate(tensors)}
+        try:
+            arguments = _key_of((args, sorted(kwargs.items())), place_of)
+            key = (func, torch.get_default_dtype(), arguments)
+            if key in self._known:
+                return self._known[key]
+        except TypeError:  # an argument that cannot be compared
+            key = None
+        try:
+            made = self._ask(func, args, kwargs, tensors, self._device)
+        except Exception:  # a build without CUDA knows its kernels in part
+            if self._device == _CPU:
+                raise
+            made = self._ask(func, args, kwargs, tensors, _CPU)
+        if key is not None:
+            self._known[key] = made
+        return made
 
     def _ask(
-        self, func: Any, flat: list[Any], spec: Any, tensors: list[Tensor], device: torch.device
-    ) -> tuple[Any, dict[int, Tensor]]:
-        """What an operation gives for fakes on `device`, and the fake of each tensor's id."""
-        fake_of: dict[int, Tensor] = {}
-        for tensor in tensors:
-            if id(tensor) not in fake_of:
-                fake_of[id(tensor)] = self._fake(tensor, device)
-
-        def instead(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return fake_of[id(value)]
-            return device if isinstance(value, torch.device) and value.type == "cpu" else value
-
+        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], device: torch.device
+    ) -> Any:
+        """What an operation returns for fakes on `device`, with a _Shape for each of them."""
+        fake_of = {id(tensor): self._fake(tensor, device) for tensor in tensors}
         if func in _KNOWN_TO_THE_LIBRARY:
-            zeros = [torch.zeros_like(v) if isinstance(v, Tensor) else v for v in flat]
-            arguments, named = tree_unflatten(zeros, spec)
-            made = func(*arguments, **named)
-            return tree_map_only(Tensor, lambda real: self._fake(real, device), made), {}
-        arguments, named = tree_unflatten([instead(value) for value in flat], spec)
+            args, kwargs = _mapped((args, kwargs), Tensor, torch.zeros_like)
+            return _mapped(func(*args, **kwargs), Tensor, lambda real: _Shape.of(real, None))
+        args, kwargs = _mapped((args, kwargs), Tensor, lambda tensor: fake_of[id(tensor)])
+        args, kwargs = _mapped((args, kwargs), torch.device, lambda on: _moved(on, device))
         with self._fakes:
-            return _SHAPES.get(func, func)(*arguments, **named), fake_of
+            out = _SHAPES.get(func, func)(*args, **kwargs)
+        places = {
+            fake_of[id(tensor)].untyped_storage()._cdata: place
+            for place, tensor in enumerate(tensors)
+        }
+        return _mapped(
+            out, Tensor, lambda fake: _Shape.of(fake, places.get(fake.untyped_storage()._cdata))
+        )
 
     def _fake(self, tensor: Tensor, device: torch.device) -> Tensor:
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         converter = self._fakes.fake_tensor_converter
-        on = device if tensor.device.type == "cpu" else tensor.device
+        on = _moved(tensor.device, device)
         fake: Tensor = converter.from_meta_and_device(self._fakes, meta, on)
         return fake
 
-    def _ghost(self, fake: Tensor, known: dict[int, Tensor]) -> Tensor:
-        """A ghost like `fake`; of a storage in `known` its tensor, or a view of that."""
-        source = known.get(fake.untyped_storage()._cdata)
-        if source is not None:
-            same = fake.shape == source.shape and fake.stride() == source.stride()
-            if same and fake.storage_offset() == 0:
+    def _ghost(self, shape: "_Shape", tensors: list[Tensor]) -> Tensor:
+        """A ghost of that shape, in memory of its own or in that of one of `tensors`."""
+        if shape.source is not None:
+            source = tensors[shape.source]
+            same = shape.size == source.shape and shape.stride == source.stride()
+            if same and shape.offset == 0:
                 return source
-            offset = source.storage_offset() + int(fake.storage_offset())
-            return source.as_strided(fake.shape, fake.stride(), offset)
-        on = _CPU if fake.device == self._device else fake.device
-        ghost = _untouched(fake, on)
-        if fake.untyped_storage().nbytes() <= ZEROED_NBYTES:
+            offset = source.storage_offset() + shape.offset
+            return source.as_strided(shape.size, shape.stride, offset)
+        ghost = _untouched(shape, _CPU if shape.device == self._device else shape.device)
+        if shape.nbytes <= ZEROED_NBYTES:
             ghost.zero_()
         return self.haunt(ghost)
 
 
-def _untouched(like: Tensor, device: torch.device) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A tensor that an operation returns.
+
+    Attributes:
+        source: place of the argument whose memory it shares, None for memory of its own.
+        offset: in elements, from where that argument begins.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    source: int | None
+    offset: int
+
+    @staticmethod
+    def of(tensor: Tensor, source: int | None) -> "_Shape":
+        """That of a fake tensor."""
+        return _Shape(
+            tuple(map(int, tensor.shape)),
+            tuple(map(int, tensor.stride())),
+            tensor.dtype,
+            tensor.device,
+            int(tensor.untyped_storage().nbytes()),
+            source,
+            int(tensor.storage_offset()),
+        )
+
+
+def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """The same lists, tuples and dicts with other values in the place of those of a kind."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(entry, kind, change) for entry in value])
+    if isinstance(value, dict):
+        return {name: _mapped(entry, kind, change) for name, entry in value.items()}
+    return value
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
+
+
+def _shapes_in(value: Any) -> Iterator[_Shape]:
+    if isinstance(value, _Shape):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _shapes_in(entry)
+
+
+def _key_of(value: Any, place_of: Mapping[int, int]) -> Any:
+    """All of an argument that says what shapes come of it."""
+    if isinstance(value, Tensor):
+        place = place_of[id(value)]
+        return place, value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return tuple([_key_of(entry, place_of) for entry in value])
+    if value is None or isinstance(value, _COMPARED):
+        return type(value), value
+    raise TypeError(f"{type(value)} is not compared")
+
+
+def _moved(device: torch.device, to: torch.device) -> torch.device:
+    return to if device.type == "cpu" else device
+
+
+def _untouched(like: _Shape, device: torch.device) -> Tensor:
     """Memory that nobody will touch; there may be less of it."""
     try:
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        return torch.empty_strided(like.size, like.stride, dtype=like.dtype, device=device)
     except RuntimeError:
-        if device.type != "cpu" or not like.untyped_storage().nbytes():
+        if device.type != "cpu" or not like.nbytes:
             raise
         # More at once than the machine has; this asks it to promise nothing.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _PROMISE_NOTHING
-        memory = mmap.mmap(-1, like.untyped_storage().nbytes(), flags=flags)
+        memory = mmap.mmap(-1, like.nbytes, flags=flags)
         flat = torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype)
-        return flat.as_strided(like.shape, like.stride())
+        return flat.as_strided(like.size, like.stride)
 
 
 def _is_on_cpu(kwargs: Mapping[str, Any]) -> bool:
@@ -228,11 +305,10 @@ def _written(schema: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, ..
     return tuple(found)
 
 
-def _without_data(func: Any, flat: list[Any], spec: Any) -> Any:
+def _without_data(func: Any, args: Any, kwargs: Any) -> Any:
     """A collective of the fake process group, which copies data in some of them."""
-    empty = [value.new_empty(0) if isinstance(value, Tensor) else value for value in flat]
-    arguments, named = tree_unflatten(empty, spec)
-    return func(*arguments, **named)
+    args, kwargs = _mapped((args, kwargs), Tensor, lambda tensor: tensor.new_empty(0))
+    return func(*args, **kwargs)
 
 
 def _grouped_mm(
@@ -257,6 +333,7 @@ def _grouped_mm(
 
 _PROMISE_NOTHING = getattr(mmap, "MAP_NORESERVE", 0x4000)  # its value in Linux
 _CPU = torch.device("cpu")
+_COMPARED = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NEVER_TOUCH = {

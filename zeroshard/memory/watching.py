@@ -88,29 +88,50 @@ def watching_steps(
 _WITHOUT_TENSORS = {f"zeroshard.{name}" for name in ("config", "formats", "layout", "schedule")}
 
 
-def _held_by(thing: object, seen: set[int]) -> Iterator[Tensor]:
+def _held_by(thing: object) -> Iterator[Tensor]:
     """The tensors that an object of ours holds, in whatever it is made of."""
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, Tensor):
-        if type(thing) is Tensor:
-            yield thing
-        return
-    if isinstance(thing, Mapping):
-        parts = list(thing.values())
-    elif isinstance(thing, (list, tuple, set)):
-        parts = list(thing)
-    elif type(thing) is Slices or type(thing).__module__ in _WITHOUT_TENSORS:
-        return  # they grow with the number of ranks
-    elif type(thing).__module__.startswith(("zeroshard.", "torch.distributed.device_mesh")):
-        names = [name for kind in type(thing).__mro__ for name in vars(kind).get("__slots__", ())]
-        parts = [*vars(thing).values()] if hasattr(thing, "__dict__") else []
-        parts += [getattr(thing, name, None) for name in names]
-    else:
-        return
-    for part in parts:
-        yield from _held_by(part, seen)
+    parts_by: dict[type, _Parts | None] = {}
+    seen: set[int] = set()
+    waiting = [thing]
+    while waiting:
+        one = waiting.pop()
+        kind = type(one)
+        if kind not in parts_by:
+            parts_by[kind] = _parts_by(kind)
+        parts = parts_by[kind]
+        if parts is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            yield one
+        else:
+            waiting += parts(one)
+
+
+_Parts = Callable[[Any], Iterable[object]]
+
+
+def _parts_by(kind: type) -> _Parts | None:
+    """What gives the parts of objects of a type; None where these are nothing to us."""
+    if kind is Tensor:
+        return lambda _: ()
+    if issubclass(kind, Tensor):
+        return None
+    if issubclass(kind, Mapping):
+        return lambda thing: thing.values()
+    if issubclass(kind, (list, tuple, set)):
+        return iter
+    if kind is Slices or kind.__module__ in _WITHOUT_TENSORS:
+        return None  # they grow with the number of ranks
+    if not kind.__module__.startswith(("zeroshard.", "torch.distributed.device_mesh")):
+        return None
+    names = [name for base in kind.__mro__ for name in vars(base).get("__slots__", ())]
+
+    def attributes(thing: object) -> list[object]:
+        found = [*vars(thing).values()] if hasattr(thing, "__dict__") else []
+        return found + [getattr(thing, name, None) for name in names]
+
+    return attributes
 
 
 class _Steps:
@@ -194,7 +215,7 @@ class _Steps:
             parameters += [p for group in optimizer.param_groups for p in group["params"]]
         for engine in engines_of(parameters):
             yield from accounts.tensors_of(engine)
-            for tensor in _held_by(engine, set()):
+            for tensor in _held_by(engine):
                 yield tensor, "bookkeeping"
         for optimizer in optimizers:
             yield from _of_state(optimizer)
