@@ -329,7 +329,9 @@ def test_reports_that_may_both_be_meant_are_refused():
     ]
     wanted = {"stage": 3, "master": "auto", "checkpointing": "block"}
     assert matching(reports, wanted, "x") is reports[3]
-    with pytest.raises(ConfigError, match=r"x has 2 reports .* which differ in checkpointing: give"):
+    with pytest.raises(
+        ConfigError, match=r"x has 2 reports .* which differ in checkpointing: give"
+    ):
         matching(reports, {"stage": 3}, "x")
 
 

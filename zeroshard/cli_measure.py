@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -199,6 +200,8 @@ def _profile(chosen: argparse.Namespace) -> None:
             reports = of_all_launched(profiled.reports, chosen.timeout)
         except CommunicationError as error:
             print(f"zeroshard profile: only this rank is known: {error}", file=sys.stderr)
+            if os.environ.get("RANK", "0") != "0":
+                chosen.json = chosen.html = None  # every rank would write the same file
     try:
         if reports is not None:
             _write(reports, profiled, chosen, expected)
