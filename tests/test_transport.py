@@ -315,13 +315,12 @@ def test_messages_of_other_operations_never_meet():
     """Crossed ranks would end gloo's process by a message of the wrong size; here they wait."""
 
     def body(rank, world_size):
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=2), dist.group.WORLD)
         transport = connect(None, torch.device("cpu"))
         numel = (2 + 2 * rank) * BLOCK
         with pytest.raises(CommunicationError, match=f"gather of bucket {rank}"):
             gather_zeros(transport, numel, op=Op("gather", bucket=rank)).wait()
 
-    run(body, 2)
+    run(body, 2, timeout_s=16.0)  # they wait for half of that
 
 
 def test_a_stuck_operation_is_logged_before_the_watchdog_ends_the_process(caplog):
