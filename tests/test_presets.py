@@ -8,6 +8,7 @@ import torch
 
 from zeroshard.errors import ConfigError
 from zeroshard.memory import architectures
+from zeroshard.memory.building import config_of
 from zeroshard.memory.models import shape_of
 from zeroshard.memory.presets import PRESETS, preset
 
@@ -17,45 +18,6 @@ def test_a_preset_has_as_many_parameters_as_was_published(name):
     found = architectures.parameters(PRESETS[name].architecture)
     assert sum(math.prod(shape) for _, shape in found) == PRESETS[name].numel
     assert shape_of(name).numel == PRESETS[name].numel
-
-
-CLASSES = {"gpt2": "GPT2", "qwen3_moe": "Qwen3Moe"}
-
-
-def config_of(architecture):
-    """The configuration of transformers with an architecture's numbers."""
-    transformers = pytest.importorskip("transformers")
-    a = architecture
-    if a.family == "gpt2":
-        values = {
-            "n_embd": a.hidden,
-            "n_layer": a.layers,
-            "n_head": a.heads,
-            "n_positions": a.positions,
-        }
-    else:
-        values = {
-            "hidden_size": a.hidden,
-            "num_hidden_layers": a.layers,
-            "num_attention_heads": a.heads,
-            "num_key_value_heads": a.kv_heads,
-            "head_dim": a.head_dim,
-            "intermediate_size": a.intermediate,
-            "moe_intermediate_size": a.intermediate,
-            "num_local_experts": a.experts,
-            "num_experts": a.experts,
-            "num_experts_per_tok": a.experts_per_token,
-            "norm_topk_prob": a.normalises_router,
-        }
-    if not a.experts:
-        values = {key: value for key, value in values.items() if "exp" not in key}
-        values.pop("moe_intermediate_size", None)
-        values.pop("norm_topk_prob", None)
-    values |= {"vocab_size": a.vocab, "tie_word_embeddings": a.tied, "bos_token_id": 1}
-    values |= {"eos_token_id": 2, "pad_token_id": None}
-    if a.family == "mistral":
-        values["sliding_window"] = None
-    return transformers.AutoConfig.for_model(a.family, **values)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -61,8 +61,9 @@ def test_a_simulation_equals_a_measurement_to_the_byte(name, measurements):
         measurement = measurements[name][rank]
         assert isinstance(measurement, dict), measurement
         different = compared(measurement, simulation)
-        if not different or not all(map(is_late, different)):
+        if not different:
             break
+        # gloo's thread lets go of what it sent when it is its turn; a fault is there every time.
         measurements.update(measure_all({name: case}, case.world_size))
     assert not different, different
 

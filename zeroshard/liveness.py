@@ -5,7 +5,7 @@ operation is looked at before it runs, and the error names the parameter. Change
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .config import is_debugging
 from .errors import ConfigError, GradientError
+from .modules import tensors_in
 from .schedule import Event
 from .sharding import Sharding, Unit
 from .storage import Arena
@@ -96,7 +97,7 @@ class Liveness(TorchDispatchMode):
             for arena, _ in unit.arenas
         }
         without_memory: ConfigError | GradientError | None = None
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             storage = _storage_of(tensor)
             if storage is None:
                 continue
@@ -145,18 +146,6 @@ class _Again:
 
 
 _liveness = Liveness()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in an operation's arguments."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for entry in value:
-            yield from _tensors(entry)
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from _tensors(entry)
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

@@ -6,7 +6,7 @@ parameters, where that is called by itself (`model.encoder(x)`, `model.embed_tok
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from .schedule import Event
 from .tracing import untraced
 from .walk import NO_BACKWARD, BackwardWalk, Use
 
-__all__ = ["ModuleHooks", "OwnHook"]
+__all__ = ["ModuleHooks", "OwnHook", "tensors_in"]
 
 
 class OwnHook:
@@ -189,7 +189,7 @@ class ModuleHooks:
         self._clock += 1
         use.ended = self._clock
         failed = sys.exc_info()[1] is not use.error
-        found = [*_tensors(output), *use.take_changed_inputs()]
+        found = [*tensors_in(output), *use.take_changed_inputs()]
         differentiable = torch.is_grad_enabled() and not failed
         # Without any tensor in sight the output may hold some where nobody looks.
         is_done = bool(found) or not differentiable
@@ -235,7 +235,7 @@ class ModuleHooks:
         Autograd runs the nodes that are ready from the last made to the first. So when the node
         that made an input runs, every node that the unit made since has run.
         """
-        for tensor in _tensors(inputs):
+        for tensor in tensors_in(inputs):
             if not tensor.is_inference():
                 use.inputs.append((tensor, tensor._version))
             if tensor.grad_fn is not None:
@@ -264,19 +264,19 @@ def _run_last(module: nn.Module, hook: int) -> None:
         hooks[hook] = hooks.pop(hook)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a module's inputs or output: in tuples, lists, dicts and dataclasses."""
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in what a function takes or gives: in tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for entry in value:
-            yield from _tensors(entry)
-    elif isinstance(value, dict):
+            yield from tensors_in(entry)
+    elif isinstance(value, (dict, Mapping)):  # the first is quick to tell
         for entry in value.values():
-            yield from _tensors(entry)
+            yield from tensors_in(entry)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for entry in dataclasses.fields(value):
-            yield from _tensors(getattr(value, entry.name, None))
+            yield from tensors_in(getattr(value, entry.name, None))
 
 
 def _refuse_transforms(module: nn.Module) -> str:

@@ -1,13 +1,12 @@
 """What is known of a storage, and of a step: what a tracker notes. Follows nothing itself."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PLAIN", "Moment", "Step", "Stored", "parts_of", "tensors_in"]
+__all__ = ["PLAIN", "Moment", "Step", "Stored", "parts_of"]
 
 PLAIN = {Tensor, nn.Parameter, nn.Buffer}
 """Types of tensors that are no subclass which takes itself apart first."""
@@ -63,18 +62,6 @@ class Step:
     changes: list[tuple[Stored, int]] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     points: dict[str, int] = field(default_factory=dict)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for entry in value:
-            yield from tensors_in(entry)
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from tensors_in(entry)
 
 
 def parts_of(tensor: Tensor) -> Sequence[Tensor]:

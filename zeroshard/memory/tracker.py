@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ConfigError
-from ..modules import OwnHook
+from ..modules import OwnHook, tensors_in
 from ..ownership import observed_by
 from ..tracing import followed_by
-from .stored import PLAIN, Moment, Step, Stored, parts_of, tensors_in
+from .stored import PLAIN, Moment, Step, Stored, parts_of
 
 __all__ = ["Tracker"]
 
